@@ -1,0 +1,59 @@
+"""The errors this package raises on purpose, and nothing else.
+
+Every message names the rule that was broken, the values that were seen, and what to do next.
+Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here or in the host.
+
+    DynaTrainError
+    ├── ConfigError      a --dynatrain override or schedule is wrong (exit code 2)
+    ├── LayoutError      a layout is wrong in itself or for this model (also a ValueError)
+    ├── SwitchRefused    the wanted switch is impossible or not supported
+    ├── HostMismatch     Megatron or torch is not shaped as this version expects
+    ├── TransitionError  something failed while a switch was under way
+    └── PlatformError    the device platform cannot be set up
+"""
+
+
+class DynaTrainError(Exception):
+    """Root of all errors raised on purpose; ``exit_code`` is what a command line ends with."""
+
+    exit_code: int = 1
+
+
+class ConfigError(DynaTrainError):
+    """An override or a schedule that a user wrote is wrong; raised before anything is started."""
+
+    exit_code = 2
+
+
+class LayoutError(DynaTrainError, ValueError):
+    """A layout that is wrong in itself or for this model; names the rule and both values."""
+
+
+class SwitchRefused(DynaTrainError):
+    """A wanted switch cannot be done, found out before anything was changed.
+
+    The job can go on in the layout it has. ``reason`` says what stands against the switch and
+    ``next_step`` what the user can do about it.
+    """
+
+    def __init__(self, reason: str, next_step: str = "") -> None:
+        """Keep both parts, so that the event log can show them apart."""
+        super().__init__(reason, next_step)
+        self.reason = reason
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        """Both parts as one line."""
+        return f"{self.reason}; {self.next_step}" if self.next_step else self.reason
+
+
+class HostMismatch(DynaTrainError):
+    """A Megatron or torch name that this package relies on is missing or has another shape."""
+
+
+class TransitionError(DynaTrainError):
+    """A switch failed after it had begun."""
+
+
+class PlatformError(DynaTrainError):
+    """The device platform cannot be installed, or it was installed too late."""
