@@ -1,0 +1,1 @@
+"""Test suite; `tests.ranks` starts the ranks that tests need."""
