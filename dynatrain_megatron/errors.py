@@ -12,6 +12,15 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
     └── PlatformError    the device platform cannot be set up
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """`` (did you mean 'tp'?)`` for the closest of ``allowed``, or an empty string."""
+    close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
 
 class DynaTrainError(Exception):
     """Root of all errors raised on purpose; ``exit_code`` is what a command line ends with."""
