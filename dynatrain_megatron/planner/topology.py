@@ -1,0 +1,29 @@
+"""Where ranks are, as far as choosing a source needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """``node[r]`` is the node of rank r; ranks of one node reach each other faster."""
+
+    node: tuple[int, ...]
+
+    @classmethod
+    def single_node(cls, num_ranks: int) -> Topology:
+        return cls((0,) * num_ranks)
+
+    @classmethod
+    def from_hosts(cls, hosts: Sequence[str]) -> Topology:
+        """One node for each distinct host name, in order of first appearance."""
+        order = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
+        return cls(tuple(order[host] for host in hosts))
+
+    def distance(self, src: int, dst: int) -> int:
+        """0 the same rank, 1 the same node, 2 another node."""
+        if src == dst:
+            return 0
+        return 1 if self.node[src] == self.node[dst] else 2
