@@ -108,6 +108,31 @@ def choose_routes(source: RosterSet, target: RosterSet, topology: Topology) -> R
     return routes
 
 
+def unique_cover(rosters: RosterSet) -> Routes:
+    """Each element any rank holds, once: pieces with the rank chosen to stand for it as ``src``.
+
+    Among replicas the rank with the fewest bytes so far is chosen, the lowest on a tie. ``dst``
+    equals ``src``.
+    """
+    element_bytes = rosters.element_bytes
+    load = [0] * rosters.num_ranks
+    columns: list[tuple[int, int, int]] = []
+    starts: list[IntArray] = []
+    stops: list[IntArray] = []
+    for tensor, rows in enumerate(_rows_by_tensor(rosters)):
+        cells = _cells(rosters, rows)
+        for start, stop, held_by in zip(cells.start, cells.stop, cells.holders, strict=True):
+            rank = min(held_by, key=lambda r: (load[r], r))
+            load[rank] += int((stop - start).prod() * element_bytes[tensor])
+            columns.append((tensor, rank, held_by[rank]))
+            starts.append(start)
+            stops.append(stop)
+    if not columns:
+        return _empty(rosters.start.shape[1])
+    tensors, ranks, slots = np.array(columns, dtype=np.int64).T
+    return Routes(tensors, ranks, ranks, slots, slots, np.array(starts), np.array(stops))
+
+
 def _rows_by_tensor(rosters: RosterSet) -> list[IntArray]:
     order = np.argsort(rosters.tensor, kind="stable")
     bounds = np.searchsorted(rosters.tensor[order], np.arange(len(rosters.tensors) + 1))

@@ -1,0 +1,175 @@
+"""Fingerprints: layout-independent sums over the bits of a state, modulo 2**64.
+
+For one state of one logical tensor x, with odd pseudo-random 64-bit weights a_d for each dim::
+
+    H(x) = sum over i of  a_0[i_0] * a_1[i_1] * ... * bits(x[i])      (mod 2**64)
+
+The sum is additive over any cut into regions, so each rank hashes what it holds where it lies, and
+the sums agree across layouts exactly when the bits do. A single flipped bit always changes it,
+since a product of odd weights is odd. Seeds come from the tensor's name and state kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dynatrain_megatron.engine.fragments import Fragments
+from dynatrain_megatron.engine.transport import Transport
+from dynatrain_megatron.errors import TransitionError
+from dynatrain_megatron.planner.plan import Plan
+from dynatrain_megatron.planner.routes import unique_cover
+from dynatrain_megatron.vps.roster import RosterSet
+from dynatrain_megatron.vps.tensors import LogicalTensor
+
+Sums = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+_MASK = (1 << 64) - 1
+_CHUNK_ELEMENTS = 1 << 18
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region ``[start, stop)`` of tensor number ``tensor``, and the views of its states."""
+
+    tensor: int
+    start: tuple[int, ...]
+    views: tuple[torch.Tensor, ...]
+
+
+def hash_pieces(tensors: Sequence[LogicalTensor], pieces: Iterable[Piece]) -> Sums:
+    """The sums of ``pieces``, [len(tensors), most states]; local, no communication."""
+    sums = np.zeros((len(tensors), _num_states(tensors)), dtype=np.uint64)
+    for piece in pieces:
+        for k, view in enumerate(piece.views):
+            value = _hash_view(tensors[piece.tensor], k, piece.start, view)
+            sums[piece.tensor, k] = (int(sums[piece.tensor, k]) + value) & _MASK
+    return sums
+
+
+def fingerprint(
+    rosters: RosterSet, fragments: Fragments, transport: Transport, *, timeout_s: float
+) -> tuple[str, Sums]:
+    """The fingerprint of a layout's whole state, each element counted once; collective.
+
+    Returns 16 hex digits over everything, and the sums by logical tensor and state.
+    """
+    cover = unique_cover(rosters)
+    mine = np.nonzero(cover.src == transport.rank)[0]
+    own = hash_pieces(
+        rosters.tensors,
+        (
+            Piece(
+                int(cover.tensor[i]),
+                tuple(int(x) for x in cover.start[i]),
+                fragments.piece(int(cover.src_slot[i]), cover.start[i], cover.stop[i]),
+            )
+            for i in mine
+        ),
+    )
+    total = _add_up(transport.all_gather(own.tobytes(), timeout_s=timeout_s), own.shape)
+    return hashlib.sha256(total.astype("<u8").tobytes()).hexdigest()[:16], total
+
+
+def check_received(
+    plan: Plan, source: Fragments, target: Fragments, transport: Transport, *, timeout_s: float
+) -> None:
+    """Every rank's target fragments hold the bits their sources hold; collective.
+
+    Each rank hashes, for each receiver, the regions it gave to it; each receiver compares the sum
+    with its own fragments, so that every replica is checked. Raises :class:`TransitionError` on
+    all ranks, naming the receiving ranks and tensors that differ.
+    """
+    rank, size = transport.rank, plan.num_ranks
+    given = np.zeros((size, len(plan.tensors), _num_states(plan.tensors)), dtype=np.uint64)
+    for part in (plan.schedule.pieces, plan.schedule.retained):
+        for i in np.nonzero(part.src == rank)[0]:
+            views = source.piece(int(part.src_slot[i]), part.start[i], part.stop[i])
+            tensor, start = int(part.tensor[i]), tuple(int(x) for x in part.start[i])
+            for k, view in enumerate(views):
+                cell = (int(part.dst[i]), tensor, k)
+                value = _hash_view(plan.tensors[tensor], k, start, view)
+                given[cell] = (int(given[cell]) + value) & _MASK
+    index = {t.name: i for i, t in enumerate(plan.tensors)}
+    roster = target.roster
+    got = hash_pieces(
+        plan.tensors,
+        (
+            Piece(
+                index[roster.tensors[int(roster.tensor[slot])].name],
+                tuple(int(x) for x in roster.start[slot]),
+                target.views[slot],
+            )
+            for slot in range(len(roster))
+        ),
+    )
+    expected = _add_up(transport.all_gather(given.tobytes(), timeout_s=timeout_s), given.shape)
+    wrong = [plan.tensors[t].name for t in np.unique(np.nonzero(expected[rank] != got)[0])]
+    reports = transport.all_gather(json.dumps(wrong).encode(), timeout_s=timeout_s)
+    named = {r: json.loads(report) for r, report in enumerate(reports) if report != b"[]"}
+    if named:
+        raise TransitionError(
+            "state after the transfer differs from its source: "
+            + "; ".join(f"rank {r}: {', '.join(names[:5])}" for r, names in named.items())
+        )
+
+
+def _num_states(tensors: Sequence[LogicalTensor]) -> int:
+    return max((len(t.states) for t in tensors), default=0)
+
+
+def _add_up(parts: Sequence[bytes], shape: tuple[int, ...]) -> Sums:
+    total = np.zeros(shape, dtype=np.uint64)
+    for part in parts:
+        total += np.frombuffer(part, dtype=np.uint64).reshape(shape)  # wraps, as it should
+    return total
+
+
+def _hash_view(tensor: LogicalTensor, state: int, start: Sequence[int], view: torch.Tensor) -> int:
+    """H of one region: ``view`` has the region's shape, ``start`` is where it begins."""
+    seed = hashlib.sha256(f"{tensor.name}\0{tensor.states[state].kind}".encode()).digest()
+    weights = [
+        _weights(seed, dim, start[dim], start[dim] + n).to(view.device)
+        for dim, n in enumerate(view.shape)
+    ]
+    if view.element_size() == 8:  # the halves of 64-bit data are hashed apart
+        halves = view.contiguous().view(torch.int32).reshape(*view.shape, 2)
+        low_high = _weights(seed, len(weights), 0, 2).to(view.device)
+        return _weighted_sum(halves, [*weights, low_high])
+    if view.dtype == torch.bool:
+        view = view.to(torch.uint8)
+    bits = view.view(_BITS[view.element_size()])
+    return _weighted_sum(bits if bits.dim() else bits.reshape(1), weights or [_weights(seed, 0, 0, 1)])
+
+
+def _weighted_sum(bits: torch.Tensor, weights: list[torch.Tensor]) -> int:
+    """Sum of bits times the product of its dims' weights; widened chunk by chunk."""
+    columns = weights[-1]
+    rows = torch.ones(1, dtype=torch.int64, device=bits.device)
+    for weight in weights[:-1]:
+        rows = (rows[:, None] * weight[None, :]).reshape(-1)
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns.numel()))
+    table = bits.reshape(-1, columns.numel())
+    total = 0
+    for first in range(0, table.shape[0], step):
+        wide = table[first : first + step].to(torch.int64)
+        inner = torch.mv(wide, columns) if wide.device.type == "cpu" else (wide * columns).sum(1)
+        total += int((inner * rows[first : first + step]).sum())
+    return total & _MASK
+
+
+def _weights(seed: bytes, dim: int, start: int, stop: int) -> torch.Tensor:
+    """Odd 64-bit weights of positions [start, stop) in one dim: splitmix64 of a counter."""
+    base = np.uint64((int.from_bytes(seed[:8], "little") + dim * 0x632BE59BD9B4E019) & _MASK)
+    with np.errstate(over="ignore"):
+        z = base + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64))

@@ -1,0 +1,58 @@
+"""Fragments bound to memory: a roster, and for each of its rows the tensors that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dynatrain_megatron.vps.region import Region
+from dynatrain_megatron.vps.roster import IntArray, Roster, RosterBuilder
+from dynatrain_megatron.vps.tensors import LogicalTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """One rank's state: ``views[slot][k]`` is state k of the fragment in that roster row.
+
+    Each view has exactly the shape of its region; it may be strided, and writing to it writes to
+    the model or optimizer.
+    """
+
+    roster: Roster
+    views: tuple[tuple[torch.Tensor, ...], ...]
+
+    def piece(self, slot: int, start: IntArray, stop: IntArray) -> tuple[torch.Tensor, ...]:
+        """Views of the sub-region ``[start, stop)`` (logical coordinates), one for each state."""
+        cut = tuple(
+            slice(int(a - origin), int(b - origin))
+            for a, b, origin in zip(start, stop, self.roster.start[slot], strict=True)
+        )
+        return tuple(view[cut[: view.dim()]] for view in self.views[slot])
+
+
+class FragmentsBuilder:
+    """Collects bound fragments in slot order."""
+
+    def __init__(self) -> None:
+        self._roster = RosterBuilder()
+        self._views: list[tuple[torch.Tensor, ...]] = []
+
+    def add(self, tensor: LogicalTensor, region: Region, views: Sequence[torch.Tensor]) -> None:
+        """Append one fragment; ``views`` has one tensor of the region's shape for each state.
+
+        Raises ``ValueError`` where a view's shape or dtype is not what was declared.
+        """
+        for view, state in zip(views, tensor.states, strict=True):
+            dtype = str(view.dtype).removeprefix("torch.")
+            if tuple(view.shape) != region.shape or dtype != state.dtype:
+                raise ValueError(
+                    f"{tensor.name!r} {state.kind}: expected {region.shape} {state.dtype}, "
+                    f"got {tuple(view.shape)} {dtype}"
+                )
+        self._roster.add(tensor, region)
+        self._views.append(tuple(view.detach() for view in views))
+
+    def build(self) -> Fragments:
+        return Fragments(self._roster.build(), tuple(self._views))

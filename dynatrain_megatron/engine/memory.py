@@ -1,0 +1,32 @@
+"""Exact accounting of tensor storages, and giving them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages behind ``tensors``, each once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return list(storages.values())
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``."""
+    return sum(storage.nbytes() for storage in distinct_storages(tensors))
+
+
+def release(tensors: Iterable[torch.Tensor]) -> int:
+    """Free the storages behind ``tensors`` though they are still referenced; returns the bytes.
+
+    The tensors and all their views survive as objects without memory: reading one afterwards is an
+    error of the caller. Megatron's own frame keeps references to a model it handed to ``train``,
+    so dropping ours would free nothing.
+    """
+    freed = 0
+    for storage in distinct_storages(tensors):
+        freed += storage.nbytes()
+        storage.resize_(0)
+    return freed
