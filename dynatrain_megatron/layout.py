@@ -15,7 +15,6 @@ The same ranks form two grids. Attention and dense layers use ``tp × cp × dp �
     pp 1      4     5      6     7
 """
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,7 +24,7 @@ from dynatrain_megatron.errors import LayoutError, did_you_mean
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's rank order unless ``--use-tp-pp-dp-mapping`` is given."""
 
-_ORDER_AXES = frozenset(DEFAULT_ORDER.split("-"))
+_ORDER_AXES = DEFAULT_ORDER.split("-")
 _DENSE_AXES = ("tp", "cp", "dp", "pp")
 # How each axis of the expert grid is called in a rank order.
 _EXPERT_AXES = {"etp": "tp", "ep": "ep", "edp": "dp", "pp": "pp"}
@@ -94,8 +93,8 @@ class ParallelLayout:
             object.__setattr__(self, "etp", self.tp)
         if self.vpp == 1:
             object.__setattr__(self, "vpp", None)
-        self._check_types()
-        self._check_order()
+        for field in fields(self):
+            _check_value(field.name, getattr(self, field.name))
         self._check_degrees()
 
     # ------------------------------------------------------------------ sizes
@@ -156,13 +155,11 @@ class ParallelLayout:
         ``mbs2``, ``order:tp.cp.ep.pp.dp``) default to those of ``base``. ``pipeline:…`` comes last
         and takes the rest of the text. Raises LayoutError.
         """
-        changes: dict[str, object] = dict.fromkeys(("tp", "pp", "cp", "ep"), 1)
-        changes |= dict.fromkeys(("vpp", "etp", "pipeline"))
-        changes |= _read_tokens(text)
+        changes = read_changes(text)
         if world is None:
-            degrees = [changes[axis] for axis in ("tp", "pp", "cp")] + [changes.get("dp", 1)]
-            asked = changes.get("world", math.prod(d for d in degrees if isinstance(d, int)))
-            world = asked if isinstance(asked, int) else 1
+            tp, pp, cp = (_degree(axis, changes[axis]) for axis in ("tp", "pp", "cp"))
+            dp = _degree("dp", changes.get("dp", 1))
+            world = _degree("world", changes.get("world", tp * pp * cp * dp))
         return derive(cls() if base is None else base, changes, world)
 
     # ------------------------------------------------------------------ ranks
@@ -298,28 +295,6 @@ class ParallelLayout:
                 f"but sp={self.sp}"
             )
 
-    def _check_types(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            # bool is an int to Python, but never a degree.
-            if not (type(value) is int and value >= 1) and not (name == "vpp" and value is None):
-                raise LayoutError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("sp", "dist_opt"):
-            if type(getattr(self, name)) is not bool:
-                raise LayoutError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if not isinstance(self.order, str):
-            raise LayoutError(f"order must be a text such as {DEFAULT_ORDER!r}, got {self.order!r}")
-        if self.pipeline is not None and not (isinstance(self.pipeline, str) and self.pipeline):
-            raise LayoutError(f"pipeline must be a layout string or null, got {self.pipeline!r}")
-
-    def _check_order(self) -> None:
-        axes = self.order.split("-")
-        if len(axes) != len(_ORDER_AXES) or set(axes) != _ORDER_AXES:
-            raise LayoutError(
-                f"order={self.order!r} must name each of {', '.join(sorted(_ORDER_AXES))} once, "
-                f"for example {DEFAULT_ORDER!r}"
-            )
-
     def _check_degrees(self) -> None:
         if self.sp and self.tp == 1:
             raise LayoutError(f"sequence parallelism (sp={self.sp}) needs tp > 1, but tp={self.tp}")
@@ -360,36 +335,59 @@ LAYOUT_KEYS = (*(field.name for field in fields(ParallelLayout)), "world")
 """Keys that a change of layout may name."""
 
 
-def derive(base: ParallelLayout, changes: Mapping[str, object], world: int) -> ParallelLayout:
-    """The layout of ``world`` ranks that differs from ``base`` by ``changes``.
+def read_changes(wanted: object) -> dict[str, object]:
+    """What a layout text, or a mapping with keys of LAYOUT_KEYS, asks for.
 
-    ``dp`` and ``world`` are derived, or checked where ``changes`` names them. What follows from a
-    changed degree follows: ``etp`` follows ``tp`` where they were equal; sequence parallelism ends
-    at tp 1, virtual pipelines at pp 1; a pipeline layout string belongs to its pp and vpp. Raises
-    LayoutError for unknown keys, wrong values, and degrees that do not divide the ranks.
+    Each value is checked by itself; whether they go together is for :func:`derive` to say. A text
+    names all degrees (see :meth:`ParallelLayout.parse`), a mapping only those that change. Raises
+    LayoutError.
     """
-    for key in changes:
+    if isinstance(wanted, str):
+        changes: dict[str, object] = dict.fromkeys(("tp", "pp", "cp", "ep"), 1)
+        changes |= dict.fromkeys(("vpp", "etp", "pipeline"))
+        changes |= _read_tokens(wanted)
+    elif isinstance(wanted, Mapping):
+        changes = dict(wanted)
+    else:
+        raise LayoutError(
+            f"a layout is a text such as 'tp2-pp2-dp2' or a mapping such as {{tp: 2, pp: 2}}, "
+            f"got {wanted!r}"
+        )
+    for key, value in changes.items():
         if key not in LAYOUT_KEYS:
             raise LayoutError(
                 f"layout key {key!r} is unknown{did_you_mean(str(key), LAYOUT_KEYS)}; "
                 f"allowed: {', '.join(LAYOUT_KEYS)}"
             )
-    asked = dict(changes)
+        _check_value(key, value)
+    return changes
+
+
+def derive(base: ParallelLayout, changes: Mapping[str, object] | str, world: int) -> ParallelLayout:
+    """The layout of ``world`` ranks that differs from ``base`` by ``changes``.
+
+    ``changes`` is what :func:`read_changes` takes: a mapping, or a text that names all degrees.
+    ``dp`` and ``world`` are derived, or checked where ``changes`` names them. What follows from a
+    changed degree follows: ``etp`` follows ``tp`` where they were equal; sequence parallelism ends
+    at tp 1, virtual pipelines at pp 1; a pipeline layout string belongs to its pp and vpp. Raises
+    LayoutError for unknown keys, wrong values, and degrees that do not divide the ranks.
+    """
+    asked = read_changes(changes)
     dp, ranks = asked.pop("dp", None), asked.pop("world", None)
     values: dict[str, object] = {
         field.name: getattr(base, field.name) for field in fields(ParallelLayout)
     } | asked
-    for name in ("tp", "pp", "cp"):
-        _degree(name, values[name])
     if values["tp"] == 1 and "sp" not in asked:
         values["sp"] = False
     if base.etp == base.tp and "etp" not in asked:
         values["etp"] = values["tp"]
     if values["pp"] == 1 and "vpp" not in asked:
         values["vpp"] = None
+    elif values["vpp"] == 1:
+        values["vpp"] = None
     if (values["pp"], values["vpp"]) != (base.pp, base.vpp) and "pipeline" not in asked:
         values["pipeline"] = None
-    if ranks is not None and _degree("world", ranks) != world:
+    if ranks is not None and ranks != world:
         raise LayoutError(f"world={ranks} is asked for, but the job has world={world} ranks")
     values["dp"] = _data_degree(values, dp, world)
     return ParallelLayout(**values)  # type: ignore[arg-type]  # checked by the constructor
@@ -423,7 +421,7 @@ def layouts(world: int, axes: Sequence[str] = ("tp", "pp", "dp")) -> list[Parall
 
 def _read_tokens(text: str) -> dict[str, object]:
     """The values that a short form names; each at most once."""
-    if not isinstance(text, str) or not text:
+    if not text:
         raise LayoutError(f"a layout is a text such as 'tp2-pp2-dp2', got {text!r}")
     # A pipeline layout may itself contain dashes, so it is cut off before the text is split.
     pipeline = _PIPELINE.search(text)
@@ -462,14 +460,33 @@ def _data_degree(values: Mapping[str, object], dp: object, world: int) -> int:
     model = tp * pp * cp
     product = f"tp*pp*cp={tp}*{pp}*{cp}={model}"
     _must_divide(product, model, "world", world)
-    if dp is not None and _degree("dp", dp) != world // model:
+    if dp is not None and dp != world // model:
         raise LayoutError(
             f"dp={dp} must be world / (tp*pp*cp) = {world} / {model} = {world // model}"
         )
     return world // model
 
 
+def _check_value(name: str, value: object) -> None:
+    """Refuse a value that field ``name`` (or ``world``) can never have."""
+    if value is None and name in ("vpp", "etp", "pipeline"):
+        return
+    if name in (*_COUNTS, "world"):
+        _degree(name, value)
+    elif name in ("sp", "dist_opt"):
+        if type(value) is not bool:
+            raise LayoutError(f"{name} must be true or false, got {value!r}")
+    elif not isinstance(value, str) or not value:
+        raise LayoutError(f"{name} must be a text, got {value!r}")
+    elif name == "order" and sorted(value.split("-")) != sorted(_ORDER_AXES):
+        raise LayoutError(
+            f"order={value!r} must name each of {', '.join(sorted(_ORDER_AXES))} once, "
+            f"for example {DEFAULT_ORDER!r}"
+        )
+
+
 def _degree(name: str, value: object) -> int:
+    # bool is an int to Python, but never a degree.
     if type(value) is not int or value < 1:
         raise LayoutError(f"{name} must be a whole number of at least 1, got {value!r}")
     return value
