@@ -381,9 +381,7 @@ def derive(base: ParallelLayout, changes: Mapping[str, object] | str, world: int
         values["sp"] = False
     if base.etp == base.tp and "etp" not in asked:
         values["etp"] = values["tp"]
-    if values["pp"] == 1 and "vpp" not in asked:
-        values["vpp"] = None
-    elif values["vpp"] == 1:
+    if (values["pp"] == 1 and "vpp" not in asked) or values["vpp"] == 1:
         values["vpp"] = None
     if (values["pp"], values["vpp"]) != (base.pp, base.vpp) and "pipeline" not in asked:
         values["pipeline"] = None
