@@ -1,0 +1,358 @@
+"""The configuration behind ``--dynatrain``: its schema, and how overrides become one.
+
+:func:`split_argv` takes our part out of a command line, :func:`compose` turns Hydra overrides into
+a checked :class:`DynaTrainConfig`. Neither torch nor Megatron is imported, so that a mistake is
+found before anything is started. Every mistake a user can make is one ConfigError that names the
+key, the value and what is allowed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from dynatrain_megatron.errors import ConfigError, LayoutError, did_you_mean
+from dynatrain_megatron.layout import read_changes
+
+FLAG = "--dynatrain"
+_SHOWN_CHARS = 200
+_EXAMPLE = "{iteration: 50, layout: {tp: 1, pp: 2}}"
+
+
+class PlatformChoice(StrEnum):
+    """Which device platform to run on; ``auto`` takes CUDA where there is a device."""
+
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+# ``continue`` is a Python keyword, which a class body cannot have as a name.
+OnRefusal = StrEnum("OnRefusal", {"continue": "continue", "fail": "fail"})
+OnRefusal.__doc__ = "What a job does when a switch is refused: go on in its layout, or end."
+
+
+class EngineSchedule(StrEnum):
+    """How transfers are ordered: ``direct`` issues all of them, in bounded windows."""
+
+    direct = "direct"
+
+
+class Verify(StrEnum):
+    """How moved state is verified before it is used."""
+
+    off = "off"
+    fingerprint = "fingerprint"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How state is moved: the group ``engine``."""
+
+    schedule: EngineSchedule = EngineSchedule.direct
+    staging_mib: int = 256
+    """Upper limit of staging memory a rank, MiB."""
+    window_ops: int = 256
+    """Send and receive operations in flight at once, a rank."""
+    verify: Verify = Verify.fingerprint
+    timeout_s: float = 600.0
+    """Deadline of every wait while a switch is under way, seconds."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        for name in ("staging_mib", "window_ops"):
+            _check_count(f"engine.{name}", getattr(self, name))
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            _refuse("engine.timeout_s", self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStep:
+    """One planned switch, at the first step boundary at or after ``iteration`` (1 or more).
+
+    ``layout_changes`` is what :func:`dynatrain_megatron.layout.derive` takes.
+    """
+
+    iteration: int
+    layout_changes: dict[str, object] | str
+
+
+@dataclass(frozen=True, slots=True)
+class DynaTrainConfig:
+    """All settings of one job. Raises ConfigError where values are wrong or contradict each other.
+
+    ``target`` with ``switch_at`` is the short way to write a schedule of one step. Layouts are
+    texts such as ``tp2-pp2`` or mappings such as ``{tp: 2, pp: 2}``.
+    """
+
+    source: Any = "auto"
+    target: Any = None
+    switch_at: int | None = None
+    schedule: tuple[Any, ...] = ()
+    run_dir: str = "dynatrain-run"
+    platform: PlatformChoice = PlatformChoice.auto
+    on_refusal: OnRefusal = OnRefusal["continue"]
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    record_steps: bool = True
+
+    def __post_init__(self) -> None:
+        """Check each value, then what they mean together."""
+        if self.source != "auto":
+            _check_layout("source", self.source)
+        if not self.run_dir or "\0" in self.run_dir:
+            _refuse("run_dir", self.run_dir)
+        self.steps()
+
+    def steps(self) -> tuple[ScheduleStep, ...]:
+        """The planned switches in order; ``target`` and ``switch_at`` are one of them."""
+        if self.target is None and self.switch_at is None:
+            return tuple(_schedule_steps(self.schedule))
+        if self.schedule:
+            raise ConfigError(
+                f"schedule and target or switch_at exclude each other, but schedule has "
+                f"{len(self.schedule)} step(s), target={_show(self.target)} and "
+                f"switch_at={_show(self.switch_at)}; write all switches into schedule"
+            )
+        if self.target is None or self.switch_at is None:
+            raise ConfigError(
+                f"target and switch_at need each other, but target={_show(self.target)} and "
+                f"switch_at={_show(self.switch_at)}; set both or neither"
+            )
+        _check_count("switch_at", self.switch_at)
+        _check_layout("target", self.target)
+        return (ScheduleStep(self.switch_at, self.target),)
+
+
+def _one_of(choices: type[StrEnum]) -> str:
+    *most, last = choices
+    return f"{', '.join(most)} or {last}" if most else str(last)
+
+
+_LAYOUT = "a layout such as tp2-pp2 or {tp: 2, pp: 2}"
+_COUNT = "a whole number of at least 1"
+# What may be written for each key; the keys are also the list of all keys there are.
+_ALLOWED = {
+    "source": f"auto, or {_LAYOUT}",
+    "target": f"{_LAYOUT}, or null",
+    "switch_at": f"{_COUNT}, or null",
+    "schedule": f"a list such as [{_EXAMPLE}]",
+    "run_dir": "a path",
+    "platform": _one_of(PlatformChoice),
+    "on_refusal": _one_of(OnRefusal),
+    "engine.schedule": _one_of(EngineSchedule),
+    "engine.staging_mib": f"{_COUNT} (MiB)",
+    "engine.window_ops": _COUNT,
+    "engine.verify": _one_of(Verify),
+    "engine.timeout_s": "a number above 0 (seconds)",
+    "record_steps": "true or false",
+}
+_GROUPS = {key.partition(".")[0] for key in _ALLOWED if "." in key}
+
+
+def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Megatron's arguments and our overrides; the latter None where the flag is absent.
+
+    ``--dynatrain`` takes all following arguments up to the next that begins with a dash. Raises
+    ConfigError where the flag is given twice or with an equals sign.
+    """
+    host: list[str] = []
+    overrides: list[str] | None = None
+    taking = False
+    for argument in argv:
+        if argument.startswith(f"{FLAG}="):
+            rest = argument.removeprefix(f"{FLAG}=")
+            raise ConfigError(f"{argument!r}: write {FLAG} {rest}, with a space after {FLAG}")
+        if argument == FLAG:
+            if overrides is not None:
+                raise ConfigError(f"{FLAG} is given twice; write all overrides after one {FLAG}")
+            overrides, taking = [], True
+        elif taking and overrides is not None and not argument.startswith("-"):
+            overrides.append(argument)
+        else:
+            taking = False
+            host.append(argument)
+    return host, overrides
+
+
+def compose(overrides: Sequence[str]) -> DynaTrainConfig:
+    """The configuration that Hydra overrides such as ``engine.staging_mib=64`` describe.
+
+    Where a key is given twice the later one counts. Raises ConfigError for every mistake.
+    """
+    given: dict[str, object] = {}
+    for override in overrides:
+        given |= _parse_override(override)
+    tree = _hydra_compose(overrides, given)
+    engine = EngineConfig(**tree.pop("engine"))
+    schedule = tuple(tree.pop("schedule"))
+    return DynaTrainConfig(engine=engine, schedule=schedule, **tree)
+
+
+def _parse_override(text: str) -> dict[str, object]:
+    """Keys and values of one override, keys of groups spelled out; only ``key=value`` is taken."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+
+    try:
+        override = OverridesParser.create().parse_override(text)
+        value = override.value()
+    except Exception as error:
+        # Hydra's parser raises much besides its own exceptions; for the user all mean the same.
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"override {_show(text)} cannot be read: {_show(reason or type(error).__name__)}. "
+            f"Write key=value, close every brace, bracket and quote, and put each override into "
+            f"shell quotes, for example 'schedule=[{_EXAMPLE}]'"
+        ) from error
+    if override.type is not OverrideType.CHANGE or override.package is not None:
+        raise ConfigError(f"override {_show(text)} is not of the form key=value; keys: {_keys()}")
+    key = override.key_or_group
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{_show(text)} gives {key} several values; {key} must be {_allowed(key)}. "
+            f"Put a text with commas into quotes"
+        )
+    return dict(_leaves(key, value))
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """(key, value) for each single setting; refuses keys that do not exist."""
+    if key in _ALLOWED:
+        yield key, value
+    elif key in _GROUPS:
+        if not isinstance(value, Mapping):
+            _refuse(key, value)
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        whole = next((setting for setting in _ALLOWED if key.startswith(f"{setting}.")), None)
+        if whole:
+            raise ConfigError(
+                f"key {key!r} is unknown: {whole} is one value, {_allowed(whole)}; "
+                f"got {key}={_show(value)}"
+            )
+        group, _, name = key.rpartition(".")
+        known = _inner_keys(group) if group in _GROUPS else list(_ALLOWED)
+        hint = did_you_mean(name if group in _GROUPS else key, known)
+        raise ConfigError(
+            f"key {key!r} is unknown{hint}; got {key}={_show(value)}; keys: {_keys()}"
+        )
+
+
+def _hydra_compose(overrides: Sequence[str], given: Mapping[str, object]) -> dict[str, Any]:
+    """Defaults with overrides merged in by Hydra, types converted and interpolations resolved."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(DynaTrainConfig)
+    # A schema from frozen classes is read-only, overrides included.
+    OmegaConf.set_readonly(schema, None)
+    OmegaConf.set_readonly(schema.engine, None)
+    ConfigStore.instance().store(name="dynatrain_config", node=schema)
+    # The job may use Hydra itself; there is one global instance, so ours takes its place briefly.
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize(version_base=None, config_path=None, job_name="dynatrain"):
+            tree = hydra_compose("dynatrain_config", overrides=list(overrides))
+        found = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        _explain(error, given)
+    finally:
+        GlobalHydra.instance().hydra = outer
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _explain(error: BaseException, given: Mapping[str, object]) -> NoReturn:
+    """Raise the ConfigError that says which setting ``error`` is about."""
+    cause: BaseException | None = error
+    while cause is not None:
+        full_key = str(getattr(cause, "full_key", None) or "").partition("[")[0]
+        for key in given:
+            if full_key == key or full_key.startswith(f"{key}."):
+                _refuse(key, given[key], error)
+        cause = cause.__cause__ or cause.__context__
+    reason = str(error).strip().partition("\n")[0]
+    settings = " ".join(f"{key}={_show(value)}" for key, value in given.items())
+    raise ConfigError(f"{settings} cannot be composed: {reason}") from error
+
+
+def _schedule_steps(schedule: Sequence[Any]) -> Iterator[ScheduleStep]:
+    last = 0
+    for index, entry in enumerate(schedule):
+        key = f"schedule[{index}]"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{key}={_show(entry)} is not allowed; it must be like {_EXAMPLE}")
+        allowed = ("iteration", "layout")
+        for name in entry:
+            if name not in allowed:
+                raise ConfigError(
+                    f"key '{key}.{name}' is unknown{did_you_mean(str(name), allowed)}; got "
+                    f"{_show(entry[name])}; keys: {', '.join(allowed)}"
+                )
+        for name in allowed:
+            if name not in entry:
+                raise ConfigError(f"{key}={_show(entry)} lacks {name}; it must be like {_EXAMPLE}")
+        iteration = entry["iteration"]
+        _check_count(f"{key}.iteration", iteration)
+        if iteration <= last:
+            raise ConfigError(
+                f"{key}.iteration={iteration} must be above schedule[{index - 1}].iteration={last}"
+            )
+        last = iteration
+        _check_layout(f"{key}.layout", entry["layout"])
+        yield ScheduleStep(iteration, entry["layout"])
+
+
+def _check_layout(key: str, value: object) -> None:
+    try:
+        read_changes(value)
+    except LayoutError as error:
+        raise ConfigError(f"{key}={_show(value)} is not a layout: {error}") from error
+
+
+def _check_count(key: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        _refuse(key, value)
+
+
+def _refuse(key: str, value: object, cause: BaseException | None = None) -> NoReturn:
+    raise ConfigError(
+        f"{key}={_show(value)} is not allowed; {key} must be {_allowed(key)}"
+    ) from cause
+
+
+def _allowed(key: str) -> str:
+    if key in _GROUPS:
+        return f"a group {{{', '.join(f'{name}: …' for name in _inner_keys(key))}}}"
+    return _ALLOWED.get(key, _COUNT)
+
+
+def _inner_keys(group: str) -> list[str]:
+    return [key.partition(".")[2] for key in _ALLOWED if key.startswith(f"{group}.")]
+
+
+def _keys() -> str:
+    return ", ".join(_ALLOWED)
+
+
+def _show(value: object) -> str:
+    """A value as a user would write it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_show(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_show(inner) for inner in value) + "]"
+    text = str(value)
+    text = text if text and text.isprintable() and text == text.strip() else repr(text)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
