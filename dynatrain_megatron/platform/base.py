@@ -1,0 +1,60 @@
+"""What a device platform is: the device, the backend and the figures that differ between them."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(ABC):
+    """One kind of device that ranks train on; made by :func:`dynatrain_megatron.platform.install`.
+
+    All methods are local to the calling process; none is a collective.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def device(self) -> "torch.device":
+        """The device that new tensors of this rank live on."""
+
+    @abstractmethod
+    def default_flags(self, argv: Sequence[str]) -> list[str]:
+        """Megatron flags to append to ``argv``, each logged with its reason.
+
+        Raises:
+            PlatformError: if ``argv`` has a flag that cannot work on this platform.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has finished what this process queued."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that no tensor uses back to the system."""
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Bytes in use on the device now (on CPU: resident memory of the process)."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most :meth:`allocated_bytes` has been since the last :meth:`reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new measurement for :meth:`peak_bytes`."""
+
+    def thread(self, target: Callable[[], object], name: str) -> threading.Thread:
+        """A daemon thread, not started yet, whose body runs with the platform active."""
+        return threading.Thread(target=self._in_thread(target), name=name, daemon=True)
+
+    def _in_thread(self, target: Callable[[], object]) -> Callable[[], object]:
+        """``target`` with what torch keeps for each thread set first; here nothing is."""
+        return target

@@ -1,0 +1,66 @@
+"""The CUDA platform: torch as it is, behind the interface that the CPU platform has too."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+
+from dynatrain_megatron.errors import PlatformError
+from dynatrain_megatron.platform.base import Platform
+
+
+class CudaPlatform(Platform):
+    """Ranks on GPUs, one each, joined by NCCL."""
+
+    name: ClassVar[str] = "cuda"
+    backend: ClassVar[str] = "nccl"
+
+    def __init__(self) -> None:
+        """Check that there is a GPU.
+
+        Raises:
+            PlatformError: if torch finds none.
+        """
+        if not torch.cuda.is_available():
+            raise PlatformError(
+                "platform=cuda needs a CUDA device and torch finds none on this machine; "
+                "use platform=cpu, or install a torch build and a driver that fit together"
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """The current GPU."""
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def default_flags(self, argv: Sequence[str]) -> list[str]:
+        """None: Megatron's own defaults are made for GPUs."""
+        return []
+
+    def synchronize(self) -> None:
+        """Wait for all streams of the current GPU."""
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the driver."""
+        torch.cuda.empty_cache()
+
+    def allocated_bytes(self) -> int:
+        """Bytes of live tensors on the current GPU."""
+        return torch.cuda.memory_allocated()
+
+    def peak_bytes(self) -> int:
+        """Most bytes of live tensors since the last :meth:`reset_peak`."""
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        """Restart the peak."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def _in_thread(self, target: Callable[[], object]) -> Callable[[], object]:
+        device = torch.cuda.current_device()
+
+        def on_this_device() -> None:
+            torch.cuda.set_device(device)
+            target()
+
+        return on_this_device

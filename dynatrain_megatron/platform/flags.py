@@ -1,0 +1,155 @@
+"""Megatron's flags on a CPU: which are added, and which cannot be meant.
+
+Flags are looked at as text, before Megatron's parser sees them, so that a mistake costs a message
+and not a start of all ranks.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dynatrain_megatron.errors import PlatformError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultFlag:
+    """A flag to add where the user did not give it, and why."""
+
+    flag: str
+    value: str | None
+    reason: str
+
+    def words(self) -> list[str]:
+        """The flag as command-line arguments."""
+        return [self.flag] if self.value is None else [self.flag, self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedFlag:
+    """A flag that cannot work with some of its values: why, and what to do instead.
+
+    Args:
+        flag: with its dashes.
+        works: whether a value can work; a flag without a value is asked with "".
+        reason: why the others cannot.
+        instead: what the user can do.
+    """
+
+    flag: str
+    works: Callable[[str], bool]
+    reason: str
+    instead: str
+
+
+def _never(value: str) -> bool:
+    return False
+
+
+def _one_of(*values: str) -> Callable[[str], bool]:
+    return lambda value: value in values
+
+
+_NO_CUDA_KERNEL = "its kernel exists for CUDA only"
+_NO_TE = "it needs Transformer Engine, which runs on CUDA only"
+_ON_GPU = "leave it out here, or run on GPUs (platform=cuda)"
+
+CPU_DEFAULTS: tuple[DefaultFlag, ...] = (
+    DefaultFlag("--distributed-backend", "gloo", "NCCL joins GPUs only"),
+    DefaultFlag("--transformer-impl", "local", "Transformer Engine runs on CUDA only"),
+    DefaultFlag("--no-persist-layer-norm", None, _NO_CUDA_KERNEL),
+    DefaultFlag("--no-gradient-accumulation-fusion", None, _NO_CUDA_KERNEL),
+    DefaultFlag("--no-masked-softmax-fusion", None, _NO_CUDA_KERNEL),
+    DefaultFlag("--no-rope-fusion", None, _NO_TE),
+)
+
+CPU_REFUSED: tuple[RefusedFlag, ...] = (
+    RefusedFlag(
+        "--distributed-backend", _one_of("gloo"), "NCCL joins GPUs only", "use gloo or leave it out"
+    ),
+    RefusedFlag("--transformer-impl", _one_of("local"), _NO_TE, "use local or leave it out"),
+    RefusedFlag(
+        "--context-parallel-size",
+        _one_of("1"),
+        "Megatron's local attention, the only one that runs on a CPU, does not split the sequence",
+        "use tensor or pipeline parallelism instead, or run on GPUs (platform=cuda)",
+    ),
+    RefusedFlag(
+        "--multi-latent-attention",
+        _never,
+        "Megatron's local attention does not know it",
+        _ON_GPU,
+    ),
+    RefusedFlag("--pipeline-model-parallel-comm-backend", _never, "gloo is in use", "leave it out"),
+    RefusedFlag("--attention-backend", _one_of("auto", "local", "unfused"), _NO_TE, _ON_GPU),
+    RefusedFlag("--cuda-graph-impl", _one_of("none"), "CUDA graphs need CUDA", _ON_GPU),
+    RefusedFlag(
+        "--moe-token-dispatcher-type",
+        _one_of("allgather", "alltoall"),
+        "the flex dispatcher's kernels exist for CUDA only",
+        "use alltoall or allgather",
+    ),
+    *(
+        RefusedFlag(flag, _never, reason, _ON_GPU)
+        for reason, flags in (
+            (
+                _NO_TE,
+                (
+                    *("--fp8-format", "--fp4-format", "--fp8-param-gather", "--fp4-param-gather"),
+                    *("--tp-comm-overlap", "--use-precision-aware-optimizer", "--te-rng-tracker"),
+                    *("--moe-permute-fusion", "--moe-router-fusion", "--delay-wgrad-compute"),
+                ),
+            ),
+            (
+                "CUDA graphs need CUDA",
+                ("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"),
+            ),
+            (
+                _NO_CUDA_KERNEL,
+                (*("--use-flash-attn", "--flash-decode", "--moe-enable-deepep"), "--use-nccl-ub"),
+            ),
+        )
+        for flag in flags
+    ),
+)
+
+
+def cpu_defaults(argv: Sequence[str]) -> list[str]:
+    """Flags to append to Megatron's ``argv`` on the CPU platform, each logged with its reason.
+
+    Raises:
+        PlatformError: if ``argv`` has a flag that cannot work on a CPU.
+    """
+    refuse(argv, CPU_REFUSED, "on the CPU platform")
+    added: list[str] = []
+    for default in CPU_DEFAULTS:
+        if value_of(argv, default.flag) is None:
+            added += default.words()
+            logger.info("added %s: %s", " ".join(default.words()), default.reason)
+    return added
+
+
+def refuse(argv: Sequence[str], refused: Sequence[RefusedFlag], where: str) -> None:
+    """Raise for the first flag in ``argv`` whose value cannot work.
+
+    Raises:
+        PlatformError: naming the flag, its value, the reason and what to do.
+    """
+    for rule in refused:
+        value = value_of(argv, rule.flag)
+        if value is not None and not rule.works(value):
+            given = f"{rule.flag} {value}".rstrip()
+            raise PlatformError(f"{given} cannot work {where}: {rule.reason}; {rule.instead}")
+
+
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """The value that ``argv`` gives ``flag`` last, "" for a flag alone, None where it is absent."""
+    found: str | None = None
+    for index, argument in enumerate(argv):
+        if argument == flag:
+            following = argv[index + 1] if index + 1 < len(argv) else "-"
+            found = "" if following.startswith("-") else following
+        elif argument.startswith(f"{flag}="):
+            found = argument.removeprefix(f"{flag}=")
+    return found

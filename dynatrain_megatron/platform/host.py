@@ -1,0 +1,129 @@
+"""Faults of Megatron that show on any machine without Transformer Engine or Apex, repaired.
+
+These are not about the CPU: a GPU machine with only the released wheels has them too. Each row says
+what goes wrong; a row whose fault does not apply (the better libraries are there) leaves the name
+as it is.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dynatrain_megatron.platform.replace import Replacement
+
+
+def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        return original
+
+    def compile_helpers() -> None:
+        """Do nothing: the compiled helpers are installed."""
+
+    return compile_helpers
+
+
+def _torch_norm(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @functools.wraps(original)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        sequence_parallel = config.sequence_parallel
+        config.sequence_parallel = False
+        try:
+            norm = original(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        # Megatron's own norms carry this mark; gradients of marked parameters are summed over the
+        # tensor-parallel ranks, each of which has seen a part of the sequence only.
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    return staticmethod(new)
+
+
+def _uses_torch_adam() -> bool:
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def _state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    if not _uses_torch_adam():
+        return original
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        if isinstance(adam, torch.optim.Adam) and not adam.state:
+            for group in adam.param_groups:
+                for param in group["params"]:
+                    adam.state[param] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
+        return original(self)
+
+    return state_dict
+
+
+def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    if not _uses_torch_adam():
+        return original
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _set_states(original: Callable[..., None]) -> Callable[..., None]:
+    if not _uses_torch_adam():
+        return original
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        original(self, model_param, {**tensors, "step": None})
+
+    return set_states
+
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+
+# Every name of Megatron that the platforms replace.
+HOST_TABLE: tuple[Replacement, ...] = (
+    Replacement(
+        "megatron.core.datasets.utils.compile_helpers",
+        "runs make in the installed package, which has the compiled helpers but no Makefile",
+        _compile_helpers,
+    ),
+    Replacement(
+        "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+        "refuses sequence parallel, although torch's norms need only their parameters marked",
+        _torch_norm,
+    ),
+    Replacement(
+        f"{_DISTRIBUTED}.state_dict",
+        "fails before the first step with torch's Adam, which keeps the step in its state; "
+        "loading a checkpoint calls it on a fresh optimizer",
+        _state_dict,
+    ),
+    Replacement(
+        f"{_DISTRIBUTED}.load_state_dict",
+        "gives all parameters one and the same step tensor, so that torch's Adam counts one step "
+        "for each parameter",
+        _load_state_dict,
+    ),
+    Replacement(
+        f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
+        "looks for a loaded tensor for torch Adam's step, which was restored already and is not "
+        "among the loaded tensors, or is the one from before loading",
+        _set_states,
+    ),
+)

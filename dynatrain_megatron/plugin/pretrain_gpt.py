@@ -1,0 +1,155 @@
+"""Pre-train a GPT model with Megatron, with or without changing its layout on the way.
+
+    torchrun … -m dynatrain_megatron.plugin.pretrain_gpt MEGATRON FLAGS… [--dynatrain OVERRIDES…]
+
+The wheel of megatron-core has the training loop but no script that uses it; this is one, for GPT
+models on text. Without ``--dynatrain`` it is plain Megatron training. On a machine without CUDA the
+CPU platform is installed and the flags that Megatron needs there are added.
+
+Left to Megatron-LM's own pretrain_gpt.py: fine-tuning, fill-in-the-middle data, distillation,
+Hybrid models, hybrid context parallelism, packed documents and in-process restart.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dynatrain_megatron import platform
+from dynatrain_megatron.config import FLAG, DynaTrainConfig, compose, split_argv
+from dynatrain_megatron.errors import ConfigError, DynaTrainError, HostMismatch, PlatformError
+from dynatrain_megatron.platform import flags
+
+_STARTED = time.time()
+
+_USAGE = 2  # exit code for mistakes on the command line
+
+_UPSTREAM = "use Megatron-LM's own pretrain_gpt.py for it"
+
+# Features that this entry leaves out; each would need data or a loss of its own.
+REFUSED: tuple[flags.RefusedFlag, ...] = tuple(
+    flags.RefusedFlag(flag, lambda value: False, reason, _UPSTREAM)
+    for flag, reason in (
+        ("--sft", "fine-tuning data is packed"),
+        ("--fim-data", "fill-in-the-middle data is not built here"),
+        ("--logits-load-dir", "distillation has a loss of its own"),
+        ("--logits-save-dir", "distillation has a loss of its own"),
+        ("--hybrid-layer-pattern", "it makes a Hybrid model, and this entry makes GPT models"),
+        ("--hybrid-override-pattern", "it makes a Hybrid model, and this entry makes GPT models"),
+        ("--is-hybrid-model", "it makes a Hybrid model, and this entry makes GPT models"),
+        ("--hybrid-context-parallel", "its batches differ in length"),
+        ("--dataloader-inter-document-masking", "its documents are packed"),
+        ("--inprocess-restart", "it starts ranks again, and a layout change must own the ranks"),
+        ("--perform-rl-step", "reinforcement learning has a loop of its own"),
+    )
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train; runs on every rank, with torchrun's environment variables.
+
+    Mistakes in the flags and overrides end the process with one message and exit code 2, before a
+    process group is made.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    _log_to_stderr()
+    try:
+        config = prepare(given)
+        if config is not None:
+            from dynatrain_megatron.plugin import attach
+
+            attach(config)
+    except DynaTrainError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
+        usage = isinstance(error, ConfigError | PlatformError)
+        raise SystemExit(_USAGE if usage else error.exit_code) from None
+    _train()
+
+
+def prepare(argv: Sequence[str]) -> DynaTrainConfig | None:
+    """Read the overrides, install the platform and leave Megatron's flags in ``sys.argv``.
+
+    Returns:
+        The configuration behind ``--dynatrain``; None without the flag.
+
+    Raises:
+        ConfigError: for a wrong override.
+        PlatformError: for a flag that cannot work here.
+        HostMismatch: for a Megatron that this entry was not written for.
+    """
+    host_argv, overrides = split_argv(argv)
+    config = None if overrides is None else compose(overrides)
+    flags.refuse(host_argv, REFUSED, "in this entry")
+    chosen = platform.install("auto" if config is None else config.platform)
+    sys.argv = [sys.argv[0], *host_argv, *chosen.default_flags(host_argv)]
+    _check_host()
+    return config
+
+
+def _check_host() -> None:
+    import megatron.core
+    import megatron.training.argument_utils
+
+    if not hasattr(megatron.training.argument_utils, "gpt_config_from_args"):
+        raise HostMismatch(
+            f"the installed megatron-core {megatron.core.__version__} cannot make a GPT model from "
+            "its flags (megatron.training.argument_utils.gpt_config_from_args is missing); "
+            "install megatron-core 0.19.2 or newer"
+        )
+
+
+def _train() -> None:
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from dynatrain_megatron.plugin import gpt_steps
+
+    set_startup_timestamps(program_start=_STARTED, main_entry=time.time())
+    args = parse_and_validate_args(
+        extra_args_provider=_add_help, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        gpt_steps.datasets_provider,
+        ModelType.encoder_or_decoder,
+        gpt_steps.forward_step,
+        get_embedding_ranks=gpt_steps.embedding_ranks,
+    )
+
+
+def _add_help(parser: Any) -> Any:
+    """Show the flag in Megatron's --help; it was taken out of the arguments before."""
+    group = parser.add_argument_group(title="dynatrain")
+    group.add_argument(
+        FLAG,
+        nargs="*",
+        metavar="OVERRIDE",
+        default=argparse.SUPPRESS,
+        help="change the parallel layout while training; Hydra overrides follow, for example "
+        "schedule=[{iteration: 50, layout: {tp: 1, pp: 2}}]",
+    )
+    return parser
+
+
+def _log_to_stderr() -> None:
+    """Show what the package logs: on the first rank all of it, on the others the warnings."""
+    package = logging.getLogger("dynatrain_megatron")
+    if not package.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[dynatrain] %(message)s"))
+        package.addHandler(handler)
+        package.propagate = False
+    package.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+
+
+if __name__ == "__main__":
+    main()
