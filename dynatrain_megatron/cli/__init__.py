@@ -1,0 +1,59 @@
+"""The `dynatrain` command: one dispatcher, one module for each command.
+
+A command module offers SUMMARY, `add_arguments(parser)` and `run(args) -> int`, and stands in
+COMMANDS. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from dynatrain_megatron import __version__
+from dynatrain_megatron.errors import DynaTrainError
+
+COMMANDS = {"demo": "dynatrain_megatron.cli.demo"}
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; it imports the command modules, which import nothing heavy."""
+    parser = argparse.ArgumentParser(
+        prog="dynatrain",
+        description="Change the parallel layout of a Megatron-LM training job while it runs.",
+        epilog="exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted",
+    )
+    parser.add_argument("--version", action="version", version=f"dynatrain-megatron {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, path in COMMANDS.items():
+        module = importlib.import_module(path)
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; usage errors exit with 2 from argparse."""
+    args = build_parser().parse_args(argv)
+    # A plain `kill` ends like Ctrl-C, so that a command's children never outlive it.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(args.run(args))
+    except DynaTrainError as error:
+        print(f"dynatrain {args.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"dynatrain {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
