@@ -1,0 +1,132 @@
+"""Megatron's arguments for a target layout.
+
+Dozens of fields derive from the layout in Megatron's ``validate_args``. The target's arguments are
+made by the same code: the launch flags as parsed, with the layout's fields replaced, validated by
+Megatron. That also says, in the host's own words, whether the layout is possible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynatrain_megatron.errors import LayoutError
+from dynatrain_megatron.layout import ModelShape, ParallelLayout
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """What the user asked for: the parsed flags before validation, and the script's defaults."""
+
+    parsed: Namespace
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def capture(cls, parsed: Namespace, defaults: Mapping[str, Any]) -> LaunchArguments:
+        """Keep a copy of ``parsed`` as it is before Megatron's ``validate_args`` changes it."""
+        return cls(copy.deepcopy(parsed), dict(defaults))
+
+    def validated(self, layout: ParallelLayout, live: Namespace) -> Namespace:
+        """Fresh arguments for ``layout``; local, no communication.
+
+        Batch sizes and rank stay those of the ``live`` arguments. Raises :class:`LayoutError` with
+        Megatron's reason where it refuses the layout.
+        """
+        from megatron.training import arguments as host
+
+        args = copy.deepcopy(self.parsed)
+        vars(args).update(_layout_fields(layout, args))
+        args.rank, args.world_size = live.rank, layout.world
+        if getattr(live, "step_batch_size_schedule", None) is None:
+            args.global_batch_size = live.global_batch_size  # else it would follow mbs * dp
+        args.eval_global_batch_size = getattr(live, "eval_global_batch_size", None)
+        said = io.StringIO()
+        validate = getattr(host.validate_args, "__wrapped__", host.validate_args)
+        try:
+            with contextlib.redirect_stdout(said):
+                validate(args, dict(self.defaults))
+        except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
+            reason = str(error) or said.getvalue().strip() or type(error).__name__
+            raise LayoutError(f"Megatron refuses layout {layout}: {reason}") from error
+        return args
+
+
+def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp if parsed.num_experts else None,
+        "num_virtual_stages_per_pipeline_rank": None if layout.pipeline else layout.vpp,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "pipeline_model_parallel_layout": layout.pipeline,
+        "sequence_parallel": layout.sp,
+        "use_distributed_optimizer": layout.dist_opt,
+        "num_distributed_optimizer_instances": layout.instances,
+        "micro_batch_size": layout.mbs,
+        "use_tp_pp_dp_mapping": layout.order.endswith("pp-dp"),
+    }
+
+
+def layout_of(args: Namespace, launch: LaunchArguments) -> ParallelLayout:
+    """The layout that validated arguments describe."""
+    return ParallelLayout(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size,
+        cp=args.context_parallel_size,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        dp=args.data_parallel_size,
+        sp=args.sequence_parallel,
+        dist_opt=args.use_distributed_optimizer,
+        instances=args.num_distributed_optimizer_instances,
+        mbs=args.micro_batch_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        pipeline=launch.parsed.pipeline_model_parallel_layout,
+    )
+
+
+def model_shape(args: Namespace, *, uneven_pipeline: bool) -> ModelShape:
+    """The sizes a layout must divide."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return ModelShape(
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_query_groups=groups,
+        num_experts=args.num_experts or 0,
+        padded_vocab_size=getattr(args, "padded_vocab_size", None),
+        global_batch_size=args.global_batch_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        hidden_size=args.hidden_size,
+        uneven_pipeline=uneven_pipeline,
+    )
+
+
+def carry_over(target: Namespace, live: Namespace, baseline: Namespace) -> None:
+    """Give ``target`` what the run has set in ``live`` since its own validation.
+
+    ``baseline`` is a shallow copy of the live arguments as validated: whatever differs from it
+    (iteration, consumed samples, padded vocabulary, …) is the run's, everything else the layout's.
+    """
+    for name, value in vars(live).items():
+        before = getattr(baseline, name, _MISSING)
+        if before is value:
+            continue
+        if before is _MISSING or type(before) is not type(value) or before != value:
+            setattr(target, name, value)
+
+
+_MISSING = object()
+
+
+def replace_in_place(args: Namespace, new: Namespace) -> None:
+    """Make ``args``, which Megatron holds everywhere, equal to ``new``."""
+    vars(args).clear()
+    vars(args).update(vars(new))

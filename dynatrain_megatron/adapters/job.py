@@ -1,0 +1,67 @@
+"""The running job: the host objects a switch reads and replaces."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynatrain_megatron.adapters.arguments import LaunchArguments
+from dynatrain_megatron.adapters.groups import RanksFunction
+from dynatrain_megatron.engine.transport import Transport
+from dynatrain_megatron.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How this job builds what depends on the layout, as recorded from its own start.
+
+    ``setup`` is Megatron's ``setup_model_and_optimizer`` with the first call's arguments,
+    ``build_iterators`` its ``build_train_valid_test_data_iterators``; ``dataset_provider`` is the
+    script's.
+    """
+
+    setup: Callable[..., tuple[list[Any], Any, Any]]
+    setup_args: tuple[Any, ...]
+    setup_kwargs: dict[str, Any]
+    build_iterators: Callable[[Any], tuple[Any, Any, Any]]
+    dataset_provider: Any
+    embedding_ranks: RanksFunction
+    position_embedding_ranks: RanksFunction
+
+
+@dataclass
+class Iterators:
+    """Data iterators of the layout in force; each may be None, or a list with virtual pipeline."""
+
+    train: Any
+    valid: Any
+    test: Any
+
+
+@dataclass
+class Job:
+    """A training job at a step boundary.
+
+    ``args``, ``model``, ``optimizer``, ``scheduler``, ``config`` and ``container`` are the objects
+    Megatron's frames hold: they stay the same objects for the whole run, their contents change.
+    ``baseline`` is a shallow copy of ``args`` as validated for ``layout``. ``bridge`` carries
+    transfers; it is made at the first switch.
+    """
+
+    launch: LaunchArguments
+    recipe: Recipe
+    args: Namespace
+    baseline: Namespace
+    layout: ParallelLayout
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    config: Any
+    container: Any
+    iterators: Iterators
+    iteration: int
+    num_flops: float
+    checkpointing_context: dict[str, Any] = field(default_factory=dict)
+    bridge: Transport | None = None

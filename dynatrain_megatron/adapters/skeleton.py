@@ -1,0 +1,214 @@
+"""Builds what a layout needs of the model side: modules, DDP buffers, optimizer, scheduler, data.
+
+Runs on the main thread at a step boundary, with the target's arguments and groups in force.
+Nothing is initialised at random: every element is written by the transfer afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynatrain_megatron.adapters import groups
+from dynatrain_megatron.adapters.job import Iterators, Job
+from dynatrain_megatron.adapters.state import HostState
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The target's objects, empty of state until the transfer has run."""
+
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    container: Any
+    iterators: Iterators
+
+
+@contextlib.contextmanager
+def host_context(job: Job) -> Iterator[None]:
+    """Put everything global back as it was if the body raises: args, groups, batches, streams."""
+    from megatron.core import num_microbatches_calculator as batches
+    from megatron.core.tensor_parallel import random as streams
+
+    args = dict(vars(job.args))
+    in_force = groups.capture()
+    calculator = batches._GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    tracker = streams.get_cuda_rng_tracker().get_states()
+    generators = _generator_states()
+    try:
+        yield
+    except BaseException:
+        vars(job.args).clear()
+        vars(job.args).update(args)
+        groups.install(in_force)
+        batches._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
+        streams.get_cuda_rng_tracker().set_states(tracker)
+        _restore_generators(generators)
+        raise
+
+
+def build(job: Job) -> Skeleton:
+    """Collective over the world in force; the target's args and groups must be installed."""
+    set_microbatches(job)
+    seed_streams(job)
+    args = job.args
+    generators = _generator_states()
+    run = {
+        name: getattr(args, name)
+        for name in ("iteration", "num_floating_point_operations_so_far", "consumed_train_samples")
+        if hasattr(args, name)
+    }
+    with _without_loading(job):
+        container = _container(job)
+        kwargs = dict(job.recipe.setup_kwargs)
+        if "cfg_container" in kwargs:
+            kwargs["cfg_container"] = container
+        if kwargs.get("pg_collection") is not None:
+            from megatron.core.process_groups_config import ProcessGroupCollection
+
+            kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
+        model, optimizer, scheduler = job.recipe.setup(*job.recipe.setup_args, **kwargs)
+    vars(args).update(run)
+    for chunk in model:
+        for module in chunk.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "perform_initialization"):
+                config.perform_initialization = args.perform_initialization
+    _carry_optimizer(job, optimizer)
+    scheduler.load_state_dict(job.scheduler.state_dict())
+    iterators = build_iterators(job, num_chunks=len(model))
+    _restore_generators(generators)
+    return Skeleton(model, optimizer, scheduler, container, iterators)
+
+
+def set_microbatches(job: Job) -> None:
+    """Make Megatron's microbatch calculator for the args in force, at the run's position."""
+    from megatron.core import num_microbatches_calculator as batches
+
+    args = job.args
+    batches.unset_num_microbatches_calculator()
+    batches.init_num_microbatches_calculator(
+        rank=args.rank,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
+        step_batch_size_schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    batches.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def seed_streams(job: Job) -> None:
+    """Start the model-parallel random streams of the new layout by Megatron's own formula.
+
+    There is no bit-exact meaning of a stream across layouts. The base seed derives from the
+    launch's and the iteration, so that no stream repeats an earlier one; with dropout off nothing
+    draws from them.
+    """
+    from megatron.training.initialize import _set_random_seed
+
+    args = job.args
+    generators = _generator_states()
+    _set_random_seed(
+        (args.seed + 1_000_003 * job.iteration) % (2**31 - 1) + 1,
+        args.data_parallel_random_init,
+        args.te_rng_tracker,
+        args.inference_rng_tracker,
+        use_cudagraphable_rng=args.cuda_graph_impl != "none",
+    )
+    _restore_generators(generators)
+
+
+def build_iterators(job: Job, *, num_chunks: int) -> Iterators:
+    """Data iterators at the run's position, as ``pretrain`` builds them."""
+    provider, make = job.recipe.dataset_provider, job.recipe.build_iterators
+    if job.args.virtual_pipeline_model_parallel_size is None:
+        return Iterators(*make(provider))
+    rows = []
+    for stage in range(num_chunks):
+        staged: Any = functools.partial(provider, vp_stage=stage)
+        staged.is_distributed = getattr(provider, "is_distributed", False)
+        rows.append(make(staged))
+    return Iterators(*(list(column) for column in zip(*rows, strict=True)))
+
+
+def close_iterators(iterators: Iterators) -> None:
+    """Shut down the loader workers behind iterators that are no longer read."""
+    for each in (iterators.train, iterators.valid, iterators.test):
+        for iterator in each if isinstance(each, list) else [each]:
+            inner = getattr(iterator, "iterable", iterator)
+            for method in ("_shutdown_workers", "close"):
+                stop = getattr(inner, method, None)
+                if callable(stop):
+                    stop()
+    gc.collect()
+
+
+def _container(job: Job) -> Any:
+    """A fresh config container; Megatron sets fields of the one in use, so it is never reused."""
+    if job.container is None:
+        return None
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        hybrid_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+
+    model = job.container.model
+    if model is None:
+        return pretrain_cfg_container_from_args(job.args, None)
+    hybrid = "Hybrid" in type(model).__name__
+    make = hybrid_config_from_args if hybrid else gpt_config_from_args
+    return pretrain_cfg_container_from_args(
+        job.args, make(job.args, model_config_cls=type(model))
+    )
+
+
+@contextlib.contextmanager
+def _without_loading(job: Job) -> Iterator[None]:
+    """No checkpoint is read and no weight drawn at random while the skeleton is built."""
+    args = job.args
+    kept = {name: getattr(args, name) for name in ("load", "pretrained_checkpoint")}
+    kept["perform_initialization"] = args.perform_initialization
+    args.load = args.pretrained_checkpoint = None
+    args.perform_initialization = False
+    try:
+        yield
+    finally:
+        vars(args).update(kept)
+
+
+def _carry_optimizer(job: Job, optimizer: Any) -> None:
+    """Loss scaler and its counters; every chained optimizer shares their values."""
+    old = [o for o in HostState(job.model, job.optimizer, job.args).inner_optimizers()]
+    scalers = [o.grad_scaler for o in old if getattr(o, "grad_scaler", None)]
+    for new in HostState(job.model, optimizer, job.args).inner_optimizers():
+        if scalers and getattr(new, "grad_scaler", None):
+            new.grad_scaler.load_state_dict(scalers[0].state_dict())
+
+
+def _generator_states() -> tuple[Any, ...]:
+    return (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    )
+
+
+def _restore_generators(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state(states[3])

@@ -1,0 +1,348 @@
+"""Model and optimizer as fragments of the Virtual Parameter Space.
+
+Where a parameter lies in its logical tensor comes from Megatron's own checkpoint description
+(``sharded_state_dict``); which part of it a rank's optimizer owns comes from the distributed
+optimizer's flat ranges. Both are joined by parameter identity::
+
+    param (local box)        flat range [s, e) owned here      fragments, in logical coordinates
+    +-----------+            . . . # #                          up to 2 * ndim - 1 regions for
+    |           |     x      # # # # #              ->          each piece of the parameter
+    +-----------+            # . . . .
+
+A parameter in the optimizer is one logical tensor with the states main parameter and moments; its
+bf16 copy is not moved but rebuilt from the main parameter. Frozen parameters and buffers are
+moved as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
+from dynatrain_megatron.errors import SwitchRefused
+from dynatrain_megatron.vps.region import Region, flat_range_regions
+from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
+
+Steps = dict[str, float]
+"""The optimizer's step count by logical tensor name (torch's Adam counts per parameter)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The flat range [start, stop) of a local parameter that this rank's optimizer owns.
+
+    ``states`` are tensors of ``stop - start`` elements each, by kind; ``inner`` and ``key`` find
+    the optimizer's own entry.
+    """
+
+    param: torch.nn.Parameter
+    start: int
+    stop: int
+    states: dict[StateKind, torch.Tensor]
+    inner: torch.optim.Optimizer
+    key: torch.Tensor
+    group: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One box of a local parameter and the region of a logical tensor that it is."""
+
+    name: str
+    shape: tuple[int, ...]  # of the logical tensor
+    local: Region  # in the local parameter's coordinates
+    start: tuple[int, ...]  # where it begins in the logical tensor
+
+
+class HostState:
+    """A model and its optimizer under the layout whose groups are installed.
+
+    ``model`` is the list of model chunks, each wrapped in Megatron's DistributedDataParallel.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any, args: Namespace) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.args = args
+
+    @cached_property
+    def _placed(self) -> dict[int, tuple[torch.Tensor, list[_Part]]]:
+        """(live tensor, its parts) by identity; made once, while the own groups are installed."""
+        entries = _checkpoint_entries(self.model, self.args)
+        return {id(data): (data, _parts(entry, data)) for entry, data in entries}
+
+    def inner_optimizers(self) -> list[Any]:
+        """Megatron's optimizers that own parameters here (dense, expert)."""
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [opt for opt in chained if not opt.is_stub_optimizer]
+
+    def allocate_moments(self) -> None:
+        """Give every owned parameter its moments (zeros) where it has none yet."""
+        for opt in self.inner_optimizers():
+            opt.init_state_fn(opt.optimizer, opt.config)
+            for group in opt.optimizer.param_groups:
+                for param in group["params"]:
+                    state = opt.optimizer.state[param]
+                    if "step" not in state and _steps_per_param(opt.optimizer):
+                        state["step"] = torch.zeros((), dtype=torch.float32)
+
+    def fragments(self) -> Fragments:
+        """Every fragment this rank holds; local, but its own groups must be installed.
+
+        Raises :class:`SwitchRefused` naming the parameter where one cannot be placed.
+        """
+        names = {id(p): name for chunk in self.model for name, p in chunk.named_parameters()}
+        managed = {id(p) for opt in self.inner_optimizers() for p in _managed_params(opt)}
+        for chunk in self.model:
+            for name, param in chunk.named_parameters():
+                if param.requires_grad and id(param) not in self._placed:
+                    raise SwitchRefused(
+                        f"parameter {name} has no entry in Megatron's sharded_state_dict that "
+                        "views its memory, so its place in the unsharded model is unknown",
+                        "such a module is not supported yet",
+                    )
+                if param.requires_grad and id(param) not in managed:
+                    raise SwitchRefused(
+                        f"trainable parameter {name} is in no optimizer of this rank",
+                        "freeze it, or let the optimizer manage it",
+                    )
+        assert managed <= names.keys(), "an optimizer manages parameters outside the model"
+        builder = FragmentsBuilder()
+        for shard in self.shards():
+            _add_shard(builder, shard, self._placed[id(shard.param)][1])
+        for data, parts in self._placed.values():
+            if id(data) not in managed:
+                _add_whole(builder, data, parts)
+        return builder.build()
+
+    def shards(self) -> Iterator[Shard]:
+        """The parts of parameters this rank's optimizer owns."""
+        for opt in self.inner_optimizers():
+            for param, start, stop, key, group in _owned(opt):
+                if stop > start:
+                    states = {StateKind.MAIN_PARAM: key.detach()}
+                    for kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
+                        states[kind] = opt.optimizer.state[key][kind.value]
+                    yield Shard(param, start, stop, states, opt.optimizer, key, group)
+
+    def steps(self) -> Steps:
+        """Step counts of the parameters this rank owns a part of."""
+        return {
+            part.name: float(shard.inner.state[shard.key].get("step", shard.group.get("step", 0)))
+            for shard in self.shards()
+            for part in self._placed[id(shard.param)][1]
+        }
+
+    def restore_steps(self, steps: Steps) -> None:
+        """Set the step counts, of the parameters and of the optimizer's groups."""
+        for shard in self.shards():
+            if _steps_per_param(shard.inner):
+                step = steps[self._placed[id(shard.param)][1][0].name]
+                shard.inner.state[shard.key]["step"] = torch.tensor(step, dtype=torch.float32)
+        last = int(max(steps.values(), default=0))
+        for opt in self.inner_optimizers():
+            if not _steps_per_param(opt.optimizer):
+                for group in opt.optimizer.param_groups:
+                    group["step"] = last
+
+    def rebuild_params(self) -> int:
+        """Collective: copy main parameters to the parameters and gather them over data parallel.
+
+        Returns the bytes this rank did not have and got this way.
+        """
+        for opt in self.inner_optimizers():
+            if hasattr(opt, "_copy_main_params_to_model_params"):
+                opt._copy_main_params_to_model_params()
+        owned = {id(s.param): s.stop - s.start for s in self.shards()}
+        rebuilt = 0
+        for opt in self.inner_optimizers():
+            for param in _managed_params(opt):
+                missing = param.numel() - owned.get(id(param), 0)
+                rebuilt += missing * param.element_size()
+        for chunk in self.model:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)
+        return rebuilt
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor with memory of its own: parameters, buffers, gradients, optimizer state."""
+        for chunk in self.model:
+            for param in chunk.parameters():
+                yield param.detach()
+                for name in ("main_grad", "grad", "main_param"):
+                    extra = getattr(param, name, None)
+                    if isinstance(extra, torch.Tensor):
+                        yield extra.detach()
+            yield from chunk.module.buffers()
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                for data in (buffer.param_data, buffer.grad_data):
+                    if data is not None:
+                        yield data
+        for opt in self.inner_optimizers():
+            for group in opt.optimizer.param_groups:
+                for param in group["params"]:
+                    yield param.detach()
+                    if param.grad is not None:
+                        yield param.grad
+                    for value in opt.optimizer.state[param].values():
+                        if isinstance(value, torch.Tensor):
+                            yield value
+
+
+def merge_steps(all_steps: Iterable[Steps]) -> Steps:
+    """One table of step counts from all ranks'; raises :class:`SwitchRefused` on a contradiction."""
+    merged: Steps = {}
+    for steps in all_steps:
+        for name, step in steps.items():
+            if merged.setdefault(name, step) != step:
+                raise SwitchRefused(
+                    f"optimizer step of {name} is {merged[name]} on one rank and {step} on another"
+                )
+    return merged
+
+
+def _checkpoint_entries(model: Sequence[Any], args: Namespace) -> list[tuple[Any, torch.Tensor]]:
+    """(sharded entry, its live tensor) for everything Megatron's checkpoint would hold."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.utils import unwrap_model
+    from megatron.training.checkpointing import _build_sharded_state_dict_metadata
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = _build_sharded_state_dict_metadata(args, group)
+    entries: dict[int, tuple[Any, torch.Tensor]] = {}
+    for chunk in model:
+        for value in nested_values(unwrap_model(chunk).sharded_state_dict(metadata=metadata)):
+            if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None:
+                entries.setdefault(id(value.data), (value, value.data))
+    return list(entries.values())
+
+
+def _parts(entry: Any, data: torch.Tensor) -> list[_Part]:
+    """The boxes of a local tensor that Megatron describes as parts of logical tensors."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if isinstance(entry, ShardedTensorFactory):
+        built = entry.build()
+        pieces = list(nested_values(built)) if isinstance(built, (dict, list)) else [built]
+    else:
+        pieces = [entry]
+    return [_part(piece, data) for piece in pieces]
+
+
+def _part(piece: Any, data: torch.Tensor) -> _Part:
+    view = piece.data
+    shares = view.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+    if not shares or view.stride() != data.stride() or piece.flattened_range is not None:
+        raise SwitchRefused(
+            f"{piece.key}: Megatron's checkpoint description does not view the live tensor "
+            f"(shape {tuple(data.shape)}, strides {data.stride()} against {view.stride()})"
+        )
+    offset = view.storage_offset() - data.storage_offset()
+    start = []
+    for stride, size in zip(data.stride(), data.shape, strict=True):
+        index, offset = divmod(offset, stride) if size > 1 else (0, offset)
+        start.append(index)
+    return _Part(
+        piece.key,
+        tuple(piece.global_shape),
+        Region(tuple(start), tuple(a + n for a, n in zip(start, view.shape, strict=True))),
+        tuple(piece.global_offset),
+    )
+
+
+def _add_shard(builder: FragmentsBuilder, shard: Shard, parts: Sequence[_Part]) -> None:
+    shape, strides = tuple(shard.param.shape), shard.param.stride()
+    kinds = list(shard.states)
+    for part in parts:
+        tensor = LogicalTensor(
+            part.name,
+            part.shape,
+            tuple(State(kind, _dtype_name(shard.states[kind])) for kind in kinds),
+        )
+        extra = len(part.shape) - len(shape)  # leading axes of the logical tensor (layer, expert)
+        for owned in flat_range_regions(shape, shard.start, shard.stop):
+            common = owned.intersect(part.local)
+            if common is None:
+                continue
+            position = sum(a * s for a, s in zip(common.start, strides, strict=True))
+            views = []
+            for kind in kinds:
+                state = shard.states[kind].reshape(-1)
+                views.append(
+                    state.as_strided(
+                        (1,) * extra + common.shape,
+                        (1,) * extra + strides,
+                        state.storage_offset() + position - shard.start,
+                    )
+                )
+            builder.add(tensor, _logical(common, part, extra), views)
+
+
+def _add_whole(builder: FragmentsBuilder, data: torch.Tensor, parts: Sequence[_Part]) -> None:
+    kind = StateKind.PARAM if isinstance(data, torch.nn.Parameter) else StateKind.BUFFER
+    for part in parts:
+        tensor = LogicalTensor(part.name, part.shape, (State(kind, _dtype_name(data)),))
+        extra = len(part.shape) - data.dim()
+        cut = tuple(slice(a, b) for a, b in zip(part.local.start, part.local.stop, strict=True))
+        view = data.detach()[cut]
+        region = _logical(part.local, part, extra)
+        builder.add(tensor, region, [view.reshape(region.shape)])
+
+
+def _logical(local: Region, part: _Part, extra: int) -> Region:
+    """A box of the local parameter, in the logical tensor's coordinates."""
+    inside = local.relative_to(part.local.start)
+    lead = part.start[:extra]
+    return Region(
+        (*lead, *(a + o for a, o in zip(inside.start, part.start[extra:], strict=True))),
+        (
+            *(x + 1 for x in lead),
+            *(b + o for b, o in zip(inside.stop, part.start[extra:], strict=True)),
+        ),
+    )
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _steps_per_param(inner: torch.optim.Optimizer) -> bool:
+    """torch's optimizers count steps for each parameter; fused ones for each group."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def _owned(
+    opt: Any,
+) -> Iterator[tuple[torch.nn.Parameter, int, int, torch.Tensor, dict[str, Any]]]:
+    """(parameter, start, stop, the inner optimizer's tensor, its group) of one optimizer."""
+    groups = opt.optimizer.param_groups
+    if hasattr(opt, "model_param_group_index_map"):  # distributed optimizer
+        for param, (group, order) in opt.model_param_group_index_map.items():
+            owned = opt._get_model_param_range_map(param)["param"]
+            yield param, owned.start, owned.end, groups[group]["params"][order], groups[group]
+        return
+    main_of = {id(p): p for group in groups for p in group["params"]}
+    group_of = {id(p): group for group in groups for p in group["params"]}
+    for param in _managed_params(opt):
+        main = main_of.get(id(param), getattr(param, "main_param", None))
+        yield param, 0, param.numel(), main, group_of[id(main)]
+
+
+def _managed_params(opt: Any) -> list[torch.nn.Parameter]:
+    """The model's parameters an optimizer updates, wholly or in part."""
+    if hasattr(opt, "model_param_group_index_map"):
+        return [param for buffer in opt.buffers for param in buffer.params]
+    if hasattr(opt, "float16_groups"):
+        groups = itertools.chain(opt.float16_groups, opt.fp32_from_fp32_groups)
+        return list(itertools.chain.from_iterable(groups))
+    return [p for group in opt.optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,55 @@
+"""Whether a wanted layout is possible; asked before anything is built, freed or overwritten."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynatrain_megatron.adapters.arguments import LaunchArguments, model_shape
+from dynatrain_megatron.adapters.support import check_supported
+from dynatrain_megatron.errors import LayoutError, SwitchRefused
+from dynatrain_megatron.layout import ParallelLayout, derive
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layout that passed every check, and Megatron's arguments for it."""
+
+    layout: ParallelLayout
+    args: Namespace
+
+
+def check_request(
+    wanted: Mapping[str, Any] | str,
+    *,
+    launch: LaunchArguments,
+    launch_layout: ParallelLayout,
+    source: ParallelLayout,
+    args: Namespace,
+) -> Target:
+    """Check a request against everything it needs; local, the same answer on every rank.
+
+    Raises :class:`SwitchRefused` with the rule that stands against it and both values.
+    """
+    try:
+        layout = derive(launch_layout, wanted, args.world_size)
+        layout.check(model_shape(args, uneven_pipeline=_uneven_pipeline(args)))
+    except LayoutError as error:
+        raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
+    check_supported(args, source, layout)
+    try:
+        return Target(layout, launch.validated(layout, args))
+    except LayoutError as error:
+        raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
+
+
+def _uneven_pipeline(args: Namespace) -> bool:
+    return bool(
+        args.pipeline_model_parallel_layout is not None
+        or args.decoder_first_pipeline_num_layers is not None
+        or args.decoder_last_pipeline_num_layers is not None
+        or args.account_for_embedding_in_pipeline_split
+        or args.account_for_loss_in_pipeline_split
+    )

@@ -1,0 +1,271 @@
+"""One switch of a running job, on the same processes, at a step boundary.
+
+::
+
+    quiesce   finish what is in flight, describe the state as it lies       old groups in force
+    groups    make the target's process groups aside, install them          new groups in force
+    build     target model, optimizer, scheduler, iterators: empty
+    plan      exchange rosters, every rank makes the same plan, digests compared
+    move      pack, wire, unpack into the new objects; the old ones are only read
+    verify    every receiver's bits against their sources', the whole against the whole
+    commit    the host's objects become the new ones; old memory and groups go
+
+Until commit the old state is whole: whatever raises before puts the host back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from dynatrain_megatron.adapters import arguments, groups, skeleton
+from dynatrain_megatron.adapters.handover import hand_over
+from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
+from dynatrain_megatron.engine import ExecutionReport, Fragments, TorchTransport, Transport, execute
+from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
+from dynatrain_megatron.engine.memory import storage_bytes
+from dynatrain_megatron.errors import SwitchRefused, TransitionError
+from dynatrain_megatron.observe import progress
+from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
+from dynatrain_megatron.platform import current as current_platform
+from dynatrain_megatron.transition.check import Target
+from dynatrain_megatron.vps import Roster, RosterSet
+from dynatrain_megatron.vps.roster import union_of_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchOptions:
+    """``verify`` False skips the fingerprints; ``timeout_s`` bounds each wait of the transfer."""
+
+    plan: PlanOptions
+    verify: bool = True
+    timeout_s: float = 600.0
+
+
+@dataclass
+class SwitchReport:
+    """What a switch did, as the event log tells it; equal on every rank but for local bytes."""
+
+    iteration: int
+    source: str
+    target: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    ops: int = 0
+    rounds: int = 0
+    stages: int = 1
+    peak_extra_bytes: int = 0
+    fingerprint: dict[str, str] | None = None
+    bytes_matrix: list[list[int]] = field(default_factory=list)
+
+
+class _Phases:
+    """Times the phases of a switch and prints a line for each on rank 0."""
+
+    def __init__(self, report: SwitchReport, rank: int) -> None:
+        self._report = report
+        self._rank = rank
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, doing: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds
+        progress(self._rank, f"{name:8s} {seconds:7.3f} s  {doing}")
+
+
+def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
+    """Take ``job`` from its layout to the target's; collective, on the main thread.
+
+    Runs at a step boundary, outside ``train``. Raises :class:`SwitchRefused` where the state
+    cannot be described (nothing was changed), :class:`TransitionError` where the transfer fails
+    (the host's globals are put back; the old state is intact).
+    """
+    rank = job.args.rank
+    report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
+    phase = _Phases(report, rank)
+    progress(rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}")
+    with phase("quiesce", "asynchronous saves finished, old state described"):
+        _finish_in_flight()
+        bridge = _bridge(job)
+        source = HostState(job.model, job.optimizer, job.args)
+        source.allocate_moments()
+        old_fragments = _described(source, bridge, options.timeout_s)
+    old_groups = groups.capture()
+    old_bytes = storage_bytes(source.tensors())
+    with skeleton.host_context(job):
+        baseline = _install_arguments(job, target)
+        with phase("groups", "process groups made"):
+            new_groups = groups.build(
+                job.args, job.recipe.embedding_ranks, job.recipe.position_embedding_ranks
+            )
+            groups.install(new_groups)
+        with phase("build", "model, optimizer and data iterators made for the target"):
+            made = skeleton.build(job)
+            new = HostState(made.model, made.optimizer, job.args)
+            new.allocate_moments()
+            new_fragments = new.fragments()
+        with phase("plan", "rosters exchanged, plan made"):
+            rosters = _exchange_rosters(old_fragments, new_fragments, bridge, options.timeout_s)
+            topology = _topology(bridge, options.timeout_s)
+            plan = make_plan(*rosters, topology, options.plan)
+            _agree_on(plan, bridge, options.timeout_s)
+        executed = execute(
+            plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s
+        )
+        with phase("rebuild", "parameters gathered from main parameters"):
+            new.restore_steps(_exchange_steps(source.steps(), bridge, options.timeout_s))
+            rebuilt = new.rebuild_params()
+        if options.verify:
+            with phase("verify", "fingerprints compared"):
+                report.fingerprint = _verify(
+                    plan, rosters, old_fragments, new_fragments, bridge, options.timeout_s
+                )
+    new_bytes = storage_bytes(new.tensors())
+    with phase("commit", "old memory and groups released"):
+        freed, destroyed = hand_over(job, made, source, old_groups, target.layout, baseline)
+    if freed != old_bytes:
+        raise TransitionError(f"{old_bytes} bytes of old state were known, {freed} were freed")
+    report.peak_extra_bytes = new_bytes + executed.peak_staging_bytes
+    report.groups = {
+        "reused": 0,
+        "created": len(new_groups.process_groups()),
+        "destroyed": destroyed,
+    }
+    _fill_in(report, plan, executed, rebuilt, bridge, options.timeout_s)
+    return report
+
+
+def _finish_in_flight() -> None:
+    from megatron.training.async_utils import maybe_finalize_async_save
+
+    maybe_finalize_async_save(blocking=True)
+    current_platform().synchronize()
+
+
+def _bridge(job: Job) -> Transport:
+    """The group that carries transfers and nothing else; made once for a set of processes."""
+    if job.bridge is None:
+        group = dist.new_group(group_desc="DYNATRAIN_BRIDGE")
+        job.bridge = TorchTransport(group, current_platform().device)
+    return job.bridge
+
+
+def _described(state: HostState, bridge: Transport, timeout_s: float) -> Fragments:
+    """This rank's fragments, once every rank could describe its own; collective."""
+    refusal, fragments = "", None
+    try:
+        fragments = state.fragments()
+    except SwitchRefused as error:
+        refusal = str(error)
+    answers = bridge.all_gather(refusal.encode(), timeout_s=timeout_s)
+    for rank, answer in enumerate(answers):
+        if answer:
+            raise SwitchRefused(f"rank {rank}: {answer.decode()}")
+    assert fragments is not None
+    return fragments
+
+
+def _install_arguments(job: Job, target: Target) -> Namespace:
+    """Put the target's arguments in force; returns their shallow copy as validated."""
+    new = Namespace(**vars(target.args))
+    baseline = Namespace(**vars(target.args))
+    arguments.carry_over(new, job.args, job.baseline)
+    arguments.replace_in_place(job.args, new)
+    return baseline
+
+
+def _exchange_rosters(
+    old: Fragments, new: Fragments, bridge: Transport, timeout_s: float
+) -> tuple[RosterSet, RosterSet]:
+    rosters = []
+    for fragments in (old, new):
+        rows = bridge.all_gather(fragments.roster.to_bytes(), timeout_s=timeout_s)
+        rosters.append([Roster.from_bytes(row) for row in rows])
+    try:
+        tensors = union_of_tensors([*rosters[0], *rosters[1]])
+    except ValueError as error:
+        raise TransitionError(str(error)) from error
+    return RosterSet.merge(rosters[0], tensors), RosterSet.merge(rosters[1], tensors)
+
+
+def _topology(bridge: Transport, timeout_s: float) -> Topology:
+    hosts = bridge.all_gather(socket.gethostname().encode(), timeout_s=timeout_s)
+    return Topology.from_hosts([host.decode() for host in hosts])
+
+
+def _agree_on(plan: Plan, bridge: Transport, timeout_s: float) -> None:
+    """Every rank made the same plan, or nothing moves."""
+    digests = bridge.all_gather(plan.digest.encode(), timeout_s=timeout_s)
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise TransitionError(
+            f"ranks {odd} made another plan than rank 0; their rosters, options or package "
+            "versions differ"
+        )
+
+
+def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
+    rows = bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)
+    return merge_steps(json.loads(row) for row in rows)
+
+
+def _verify(
+    plan: Plan,
+    rosters: tuple[RosterSet, RosterSet],
+    old: Fragments,
+    new: Fragments,
+    bridge: Transport,
+    timeout_s: float,
+) -> dict[str, str]:
+    check_received(plan, old, new, bridge, timeout_s=timeout_s)
+    before, _ = fingerprint(rosters[0], old, bridge, timeout_s=timeout_s)
+    after, _ = fingerprint(rosters[1], new, bridge, timeout_s=timeout_s)
+    if before != after:
+        raise TransitionError(f"fingerprint of the whole state was {before} and is {after}")
+    return {"before": before, "after": after}
+
+
+def _fill_in(
+    report: SwitchReport,
+    plan: Plan,
+    executed: ExecutionReport,
+    rebuilt: int,
+    bridge: Transport,
+    timeout_s: float,
+) -> None:
+    """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
+    own: dict[str, Any] = {
+        "pack": executed.pack_s,
+        "wire": executed.wire_s,
+        "unpack": executed.unpack_s,
+        "sent": executed.sent_bytes,
+        "rebuilt": rebuilt,
+        "peak": report.peak_extra_bytes,
+    }
+    rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
+    for name in ("pack", "wire", "unpack"):
+        report.seconds[name] = max(row[name] for row in rows)
+    report.bytes = {
+        "moved": sum(row["sent"] for row in rows),
+        "lower_bound": plan.lower_bound_bytes,
+        "retained": plan.retained_bytes,
+        "rebuilt": sum(row["rebuilt"] for row in rows),
+        "max_send": plan.max_send_bytes,
+        "max_recv": plan.max_recv_bytes,
+    }
+    report.peak_extra_bytes = max(row["peak"] for row in rows)
+    report.ops = len(plan.schedule)
+    report.rounds = plan.schedule.num_windows
+    report.bytes_matrix = plan.bytes_matrix.tolist()
