@@ -94,16 +94,22 @@ install_project() {
     "Mend the cause (often the network or a full disk) and run scripts/setup.sh again."
 }
 
-# pip's lines that tell how far it is, with the seconds since the start.
+# pip's lines that tell how far it is, with the seconds since the start, and a sign of life when it
+# says nothing for long, as while it unpacks the big packages.
 brief() {
-  local line
-  while IFS= read -r line; do
-    case $line in
-      *Downloading*.whl* | *"Installing collected"* | ERROR* | *error:*)
-        line=${line#"${line%%[![:space:]]*}"}
-        printf '[setup] %4d s  %s\n' "$SECONDS" "${line:0:100}"
-        ;;
-    esac
+  local line status
+  while true; do
+    status=0
+    IFS= read -r -t 20 line || status=$?
+    if ((status > 128)); then
+      printf '[setup] %4d s  still working\n' "$SECONDS"
+    elif ((status != 0)); then
+      return 0
+    elif [[ $line =~ Downloading\ ([^-]+-[^-]+)-.*\(([0-9]{2,}\.[0-9]\ MB)\) ]]; then
+      printf '[setup] %4d s  downloading %s (%s)\n' "$SECONDS" "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"
+    elif [[ $line == *"Installing collected packages"* ]]; then
+      printf '[setup] %4d s  everything is here; unpacking\n' "$SECONDS"
+    fi
   done
 }
 
