@@ -50,6 +50,16 @@ TINY_LLAMA: list[str] = [
     *("--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000", "--num-workers", "0"),
 ]
 
+# What a Megatron job imports, and much later than at its start: a rank would take seconds for it.
+_PRELOADED = (
+    "dynatrain_megatron.plugin.gpt_steps",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text",
+    "megatron.training",
+    "multiprocessing.managers",
+    "torch._dynamo",
+)
+
 # How long the other ranks may take to end by themselves once one has failed.
 _GRACE_S = 3.0
 # How long a rank may take to write the stacks of its threads.
@@ -157,8 +167,8 @@ class _Rank:
 def _import_hosts() -> None:
     """Import once what every rank needs, so that forked ranks share it."""
     platform.install("cpu")
-    importlib.import_module("megatron.training")
-    importlib.import_module("dynatrain_megatron.plugin.gpt_steps")
+    for module in _PRELOADED:
+        importlib.import_module(module)
     import torch
 
     # A child that was forked from a parent with a thread pool hangs in its first parallel loop.
@@ -298,16 +308,21 @@ def _raise_failures(ranks: list[_Rank], timeout_s: float) -> None:
     if not running and not failed:
         return
     for rank in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.pid, signal.SIGUSR1)
+        # To its process group: what it waits for may be a process that it has forked.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank.pid, signal.SIGUSR1)
     if running:
         time.sleep(_DUMP_S)
     parts: list[str] = []
     if not failed:
         names = ", ".join(str(rank.rank) for rank in running)
         parts.append(f"after {timeout_s:g} s these ranks were still running: {names}")
+    same: dict[str | None, list[int]] = {}
     for rank in failed:
-        parts.append(f"rank {rank.rank} of {len(ranks)} failed: {rank.failure}")
+        same.setdefault(rank.failure, []).append(rank.rank)
+    for failure, numbers in same.items():
+        names = ", ".join(map(str, numbers))
+        parts.append(f"rank {names} of {len(ranks)} failed: {failure}")
     if failed and running:
         names = ", ".join(str(rank.rank) for rank in running)
         parts.append(f"ranks still running then: {names}")
@@ -350,7 +365,8 @@ def _die_with(parent: int) -> None:
 
 def _redirect_output(log: Path) -> None:
     """Send this process's output to ``log``, also what C++ writes, and stacks on SIGUSR1."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    file = os.open(log, flags, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
