@@ -75,13 +75,19 @@ class Roster:
         if len(data) < _HEADER_BYTES:
             raise ValueError(f"a roster has at least {_HEADER_BYTES} bytes, got {len(data)}")
         head_bytes, rows = (int(x) for x in np.frombuffer(data[:_HEADER_BYTES], dtype="<i8"))
-        head = json.loads(data[_HEADER_BYTES : _HEADER_BYTES + head_bytes])
-        tensors = tuple(
-            LogicalTensor(
-                name, tuple(shape), tuple(State(StateKind(kind), dtype) for kind, dtype in states)
+        try:
+            tensors = tuple(
+                LogicalTensor(
+                    name,
+                    tuple(shape),
+                    tuple(State(StateKind(kind), dtype) for kind, dtype in states),
+                )
+                for name, shape, states in json.loads(
+                    data[_HEADER_BYTES : _HEADER_BYTES + head_bytes]
+                )
             )
-            for name, shape, states in head
-        )
+        except TypeError as error:
+            raise ValueError("the JSON part is no list of logical tensors") from error
         body = np.frombuffer(data[_HEADER_BYTES + head_bytes :], dtype="<i8").astype(np.int64)
         dims = max((len(t.shape) for t in tensors), default=0)
         if body.size != rows * (1 + 2 * dims):
@@ -156,6 +162,9 @@ class RosterSet:
         dims = max((len(t.shape) for t in tensors), default=0)
         rank, slot, tensor, start, stop = [], [], [], [], []
         for r, roster in enumerate(rosters):
+            for t in roster.tensors:
+                if t.name not in index or tensors[index[t.name]] != t:
+                    raise ValueError(f"logical tensor {t.name!r} of rank {r} is not the common one")
             to_common = np.array([index[t.name] for t in roster.tensors], dtype=np.int64)
             n, d = roster.start.shape
             rank.append(np.full(n, r, dtype=np.int64))
