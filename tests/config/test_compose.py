@@ -69,7 +69,9 @@ def test_a_schedule() -> None:
         ("{vpp: null}", {"vpp": None}),
     ],
 )
-def test_target_and_switch_at_are_a_schedule_of_one_step(target: str, layout: object) -> None:
+def test_target_and_switch_at_are_a_schedule_of_one_step(
+    target: str, layout: dict[str, object] | str
+) -> None:
     assert compose([f"target={target}", "switch_at=7"]).steps() == (ScheduleStep(7, layout),)
 
 

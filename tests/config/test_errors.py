@@ -6,7 +6,7 @@ import pytest
 
 from dynatrain_megatron import errors
 
-ALL = [
+ALL: list[type[errors.DynaTrainError]] = [
     errors.ConfigError,
     errors.LayoutError,
     errors.SwitchRefused,

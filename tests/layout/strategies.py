@@ -1,6 +1,7 @@
 """Random valid layouts for property tests."""
 
 import itertools
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ def parallel_layouts(draw: st.DrawFn) -> ParallelLayout:
     etp = draw(st.sampled_from([tp, *divisors]))
     experts = tp * cp * dp // etp if tp * cp * dp % etp == 0 else 1
     ep = draw(st.sampled_from([d for d in range(1, experts + 1) if experts % d == 0]))
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "vpp": draw(st.sampled_from([None, 2, 3])) if pp > 1 else None,
         "sp": tp > 1 and draw(st.booleans()),
         "mbs": draw(st.integers(1, 9)),

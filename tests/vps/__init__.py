@@ -1,0 +1,1 @@
+"""Geometry: regions, flat ranges and rosters against brute force, without ranks."""
