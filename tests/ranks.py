@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +134,9 @@ def run_megatron(
     def train(rank: int) -> None:
         from dynatrain_megatron.plugin import pretrain_gpt
 
+        # Saving a checkpoint spawns a helper, which imports the main module: here the test runner
+        # with all that it imports. It needs nothing of it.
+        sys.modules["__main__"] = types.ModuleType("__main__")
         if inside is not None:
             inside()
         pretrain_gpt.main(argv)
