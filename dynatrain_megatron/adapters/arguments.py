@@ -100,7 +100,7 @@ def model_shape(args: Namespace, *, uneven_pipeline: bool) -> ModelShape:
         num_layers=args.num_layers,
         num_heads=args.num_attention_heads,
         num_query_groups=groups,
-        num_experts=args.num_experts or 0,
+        num_experts=args.num_experts,
         padded_vocab_size=getattr(args, "padded_vocab_size", None),
         global_batch_size=args.global_batch_size,
         ffn_hidden_size=args.ffn_hidden_size,
