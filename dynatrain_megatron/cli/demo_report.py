@@ -170,17 +170,22 @@ def _read_losses(directory: Path, iterations: int) -> dict[int, float]:
 
 
 def _read_switch_events(directory: Path, expected: int) -> list[dict[str, Any]]:
+    """The switches of a run; raises DynaTrainError unless all that were expected were made."""
     events = _read_lines(directory / "events.jsonl")
-    switches = [event for event in events if event["event"] == "switch"]
-    failed = [event for event in switches if not event["ok"]]
-    failed += [event for event in events if event["event"] == "refused"]
-    if failed or len(switches) != expected:
-        told = "".join(f"\n    {json.dumps(event)}" for event in failed)
+    made = [event for event in events if event["event"] == "switch" and event["ok"]]
+    if len(made) != expected:
+        told = "".join(f"\n    {_why_not(e)}" for e in events if not e.get("ok", True))
         raise DynaTrainError(
-            f"{len(switches) - sum(not e['ok'] for e in switches)} of {expected} switches were "
-            f"made; see {directory / 'events.jsonl'}{told}"
+            f"{len(made)} of {expected} switches were made; see {directory / 'events.jsonl'}{told}"
         )
-    return switches
+    return made
+
+
+def _why_not(event: Mapping[str, Any]) -> str:
+    """One line on a switch that was refused or failed."""
+    if event["event"] != "refused":
+        return json.dumps(event)
+    return f"iteration {event['iteration']}: {event['reason']}; {event['next_step']}"
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

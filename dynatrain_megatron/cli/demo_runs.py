@@ -6,6 +6,7 @@ read from steps.jsonl, which the job's last rank writes.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynatrain_megatron.cli.demo_data import END_OF_DOCUMENT, VOCAB_SIZE, TextDataset
 from dynatrain_megatron.errors import DynaTrainError
@@ -153,9 +155,10 @@ def follow_steps(path: Path) -> Iterator[list[Step]]:
         yield [parse_step(json.loads(line)) for line in whole.splitlines() if line.strip()]
 
 
-def parse_step(record: Mapping[str, object]) -> Step:
-    """A line of steps.jsonl as a Step."""
-    return Step(int(str(record["iteration"])), float(str(record["loss"])), str(record["layout"]))
+def parse_step(record: Mapping[str, Any]) -> Step:
+    """A line of steps.jsonl as a Step; a step that Megatron skipped has no loss, here NaN."""
+    loss = math.nan if record["loss"] is None else float(record["loss"])
+    return Step(int(record["iteration"]), loss, record["layout"])
 
 
 def _environment() -> dict[str, str]:

@@ -50,6 +50,13 @@ EVENTS = [
     _switch(2, "tp2-dp2", "pp2-dp2"),
     _switch(4, "pp2-dp2", "tp4", stall_s=1.5),
 ]
+REFUSED = {
+    "event": "refused",
+    "iteration": 4,
+    "ok": False,
+    "reason": "tp=3 must divide 4",
+    "next_step": "the job stays in pp2-dp2",
+}
 
 
 def _record(tmp_path: Path, switched: list[float], events: list[dict[str, object]]) -> Comparison:
@@ -101,7 +108,7 @@ def test_relative_difference(value: float, reference: float, expected: float) ->
     ("events", "told"),
     [
         (EVENTS[:2], "1 of 2 switches were made"),
-        ([*EVENTS[:2], {"event": "refused", "reason": "tp=3 must divide"}], "tp=3 must divide"),
+        ([*EVENTS[:2], REFUSED], "iteration 4: tp=3 must divide 4; the job stays in pp2-dp2$"),
         ([EVENTS[1], _switch(4, "a", "b", ok=False, error="lost rank 3")], "lost rank 3"),
     ],
 )

@@ -1,6 +1,7 @@
 """Starting, following and ending the demo's jobs, with small programs in torchrun's place."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -39,6 +40,12 @@ def test_steps_are_taken_once_and_only_when_whole(tmp_path: Path) -> None:
     assert next(steps) == []
     path.write_text(LINE % 1 + LINE % 2 + LINE % 3)
     assert [step.iteration for step in next(steps)] == [2, 3]
+
+
+def test_a_skipped_step_has_no_loss() -> None:
+    step = demo_runs.parse_step({"iteration": 3, "loss": None, "layout": "tp2"})
+    assert step.iteration == 3
+    assert math.isnan(step.loss)
 
 
 @pytest.mark.parametrize("folder", ["plain-1.run", "it's a, folder=[with] {all}"])
