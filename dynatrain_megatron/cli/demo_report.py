@@ -131,7 +131,8 @@ def as_json(result: Comparison, runs: Mapping[str, Path], seconds: float) -> dic
 
 def print_table(console: Console, result: Comparison) -> None:
     """One row for each switch, then one line that says whether the losses agree."""
-    table = Table(box=box.ROUNDED if console.is_terminal else None, pad_edge=False)
+    framed = console.is_terminal
+    table = Table(box=box.ROUNDED if framed else None, pad_edge=framed)
     for name in ("iteration", "from", "to"):
         table.add_column(name, no_wrap=True, justify="right" if name == "iteration" else "left")
     for name in ("stall", "bytes moved", "÷ lower bound", "largest loss difference"):
@@ -149,8 +150,7 @@ def print_table(console: Console, result: Comparison) -> None:
     console.print(table)
     verdict = "[green]agree[/]" if result.agrees else "[bold red]DIFFER[/]"
     console.print(
-        f"Losses {verdict}: over {result.iterations} steps and {len(result.switches)} switches "
-        f"the largest relative difference from the run that never switched is "
+        f"Losses {verdict}: the largest relative difference from the run that never switched is "
         f"{result.max_loss_difference:.1e} (limit {TOLERANCE:.0e}).",
         soft_wrap=True,
         highlight=False,
