@@ -197,6 +197,60 @@ def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if _equal_sizes(tensor_list):
+            return original(tensor_list, tensor, group=group, async_op=async_op)
+        _only_blocking(async_op, "all_gather")
+        largest = max(part.numel() for part in tensor_list)
+        padded = tensor.new_zeros(largest)
+        padded[: tensor.numel()] = tensor.reshape(-1)
+        gathered = [torch.empty_like(padded) for _ in tensor_list]
+        original(gathered, padded, group=group)
+        for part, received in zip(tensor_list, gathered, strict=True):
+            part.copy_(received[: part.numel()].view(part.shape))
+        return None
+
+    return all_gather
+
+
+def _reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = torch.distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if _equal_sizes(input_list):
+            return original(output, input_list, op=op, group=group, async_op=async_op)
+        _only_blocking(async_op, "reduce_scatter")
+        for rank, part in enumerate(input_list):
+            reduced = part.clone(memory_format=torch.contiguous_format)
+            torch.distributed.reduce(reduced, op=op, group=group, group_dst=rank)
+            if rank == torch.distributed.get_rank(group):
+                output.copy_(reduced)
+        return None
+
+    return reduce_scatter
+
+
+def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) <= 1
+
+
+def _only_blocking(async_op: bool, what: str) -> None:
+    if async_op:
+        raise NotImplementedError(f"{what} of unequal sizes over gloo works with async_op=False")
+
+
 def _integers(sizes: Any) -> list[int] | None:
     return None if sizes is None else [int(size) for size in sizes]
 
@@ -260,6 +314,7 @@ _FACTORIES = (
     *("Tensor.new_full", "Tensor.new_tensor"),
 )
 
+_UNEQUAL = "gloo takes equal sizes only; MoE with expert tensor parallelism has unequal ones"
 _PRESENT = "Megatron trains only where CUDA answers that it is there"
 _NO_QUEUE = "a CPU finishes each operation before the call returns: there is nothing to order"
 _ONE_STREAM = "CPU and CUDA random streams are one on this platform"
@@ -305,6 +360,8 @@ CPU_TABLE: tuple[Replacement, ...] = (
         "gloo takes split sizes as integers only, and the MoE dispatcher passes tensors' elements",
         _all_to_all_single,
     ),
+    Replacement("torch.distributed.all_gather", _UNEQUAL, _all_gather),
+    Replacement("torch.distributed.reduce_scatter", _UNEQUAL, _reduce_scatter),
     Replacement("torch.cuda.is_available", _PRESENT, _answers(True)),
     Replacement("torch.cuda.is_initialized", _PRESENT, _answers(True)),
     Replacement("torch.cuda._lazy_init", "there is no driver to start", _answers(None)),
