@@ -58,8 +58,8 @@ def lower_bound_bytes(source: RosterSet, target: RosterSet) -> int:
     for row in range(len(source.rank)):
         key = (int(source.rank[row]), int(source.tensor[row]))
         new = [_region(source, row)]
-        for held in own[key]:  # a rank may hold a region twice: count it once
-            new = [r for part in new for r in part.subtract(held)]
+        for known in own[key]:  # a rank may hold a region twice: count it once
+            new = [r for part in new for r in part.subtract(known)]
         own[key] += new
     total = 0
     for row in range(len(target.rank)):
