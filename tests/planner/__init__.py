@@ -1,0 +1,1 @@
+"""Plans over random rosters against brute force, without ranks."""
