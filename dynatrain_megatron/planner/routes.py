@@ -13,6 +13,7 @@ source::
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,7 +137,7 @@ def unique_cover(rosters: RosterSet) -> Routes:
 def _rows_by_tensor(rosters: RosterSet) -> list[IntArray]:
     order = np.argsort(rosters.tensor, kind="stable")
     bounds = np.searchsorted(rosters.tensor[order], np.arange(len(rosters.tensors) + 1))
-    return [order[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [order[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def _cells(source: RosterSet, rows: IntArray) -> _Cells:
