@@ -67,7 +67,8 @@ make_venv() {
     "$python" -m venv --clear "$venv"
   elif command -v uv >/dev/null 2>&1; then
     say "1/2 no Python 3.12 to 3.14 found; making .venv with uv, which may download Python 3.12"
-    uv venv --quiet --clear --seed --python 3.12 "$venv" || die "uv could not make the environment." \
+    rm -rf "$venv"
+    uv venv --quiet --seed --python 3.12 "$venv" || die "uv could not make the environment." \
       "Install Python 3.12 or newer and run scripts/setup.sh again."
   else
     die "no Python 3.12, 3.13 or 3.14 found on PATH or under pyenv, and no uv." \
@@ -80,8 +81,9 @@ install_project() {
   local status=0
   local -a pip=(
     "$venv/bin/python" -m pip --disable-pip-version-check install
-    --constraint "$root/constraints.txt" --editable "$root[dev]"
+    --constraint constraints.txt --editable '.[dev]'
   )
+  cd "$root"
   say "2/2 installing the project and what it needs, in the versions of constraints.txt"
   say "    torch and the CUDA libraries that come with it on Linux are the big part: about 3 GB to"
   say "    download the first time, 6 GB on disk; minutes on a fast line. Full log: .venv/${log##*/}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "dirname", "head", "mkdir", "tail", "tee")
+TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "dirname", "head", "mkdir", "rm", "tail", "tee")
 
 # Answers what setup.sh asks of a Python: can it make environments, make one, run pip in it.
 PRETENDED_PYTHON = """#!/usr/bin/env bash
@@ -18,7 +18,7 @@ case "$*" in
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo venv >>"$CALLS" ;;
   "-m pip --version") echo "pip 99" ;;
   "-m pip "*)
-    echo "pip $*" >>"$CALLS"
+    echo "pip in $PWD: $*" >>"$CALLS"
     echo "  Downloading torch-2.14.1-cp312-x86_64.whl (555.1 MB)"
     echo "Installing collected packages: torch"
     [[ "$PIP_OUTCOME" == ok ]] || { echo "ERROR: the line is down" && exit 1; }
@@ -91,8 +91,10 @@ def test_the_environment_is_made_once(checkout: Checkout) -> None:
     assert done.returncode == 0, done.stderr
     assert checkout.calls == ["venv", "pip"]
     pip = checkout.calls_file.read_text()
-    assert f"--constraint {checkout.root}/constraints.txt" in pip
-    assert f"--editable {checkout.root}[dev]" in pip
+    assert f"in {checkout.root}: -m pip" in pip
+    assert pip.endswith(
+        "install --constraint constraints.txt --editable .[dev] --progress-bar off\n"
+    )
     assert "downloading torch-2.14.1 (555.1 MB)" in done.stderr
     again = checkout.setup()
     assert (again.returncode, again.stderr) == (0, "[setup] environment is up to date (.venv)\n")
@@ -143,6 +145,21 @@ def test_pyenv_is_searched_where_the_path_has_only_a_dead_shim(checkout: Checkou
     done = checkout.setup()
     assert done.returncode == 0, done.stderr
     assert f"Python 3.12.9 ({python})" in done.stderr
+
+
+def test_uv_is_the_last_resort(checkout: Checkout) -> None:
+    checkout.add_python(checkout.bin / "uv-python")
+    uv = checkout.bin / "uv"
+    uv.write_text(
+        f"#!{checkout.bin / 'bash'}\n"
+        '[[ "$*" == "venv --quiet --seed --python 3.12 "* ]] || exit 2\n'
+        f'mkdir -p "$6/bin" && cp {checkout.bin / "uv-python"} "$6/bin/python"\n'
+    )
+    uv.chmod(0o755)
+    done = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    assert "making .venv with uv" in done.stderr
+    assert checkout.calls == ["pip"]
 
 
 def test_a_python_that_was_named_must_work(checkout: Checkout) -> None:
