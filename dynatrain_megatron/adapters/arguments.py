@@ -18,6 +18,9 @@ from typing import Any
 from dynatrain_megatron.errors import LayoutError
 from dynatrain_megatron.layout import ModelShape, ParallelLayout
 
+_RANK_ORDERS = {"tp-cp-ep-dp-pp": False, "tp-cp-ep-pp-dp": True}
+"""Megatron's rank orders and the value of --use-tp-pp-dp-mapping that gives each."""
+
 
 @dataclass(frozen=True)
 class LaunchArguments:
@@ -39,6 +42,11 @@ class LaunchArguments:
         """
         from megatron.training import arguments as host
 
+        if layout.order not in _RANK_ORDERS:
+            raise LayoutError(
+                f"order={layout.order} is not a rank order of Megatron's training script; it has "
+                f"{' and '.join(_RANK_ORDERS)} (--use-tp-pp-dp-mapping)"
+            )
         args = copy.deepcopy(self.parsed)
         vars(args).update(_layout_fields(layout, args))
         args.rank, args.world_size = live.rank, layout.world
@@ -70,8 +78,13 @@ def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
         "use_distributed_optimizer": layout.dist_opt,
         "num_distributed_optimizer_instances": layout.instances,
         "micro_batch_size": layout.mbs,
-        "use_tp_pp_dp_mapping": layout.order.endswith("pp-dp"),
+        "use_tp_pp_dp_mapping": _RANK_ORDERS[layout.order],
     }
+
+
+def rank_order(args: Namespace) -> str:
+    """The rank order of validated arguments."""
+    return next(o for o, mapped in _RANK_ORDERS.items() if mapped == args.use_tp_pp_dp_mapping)
 
 
 def layout_of(args: Namespace, launch: LaunchArguments) -> ParallelLayout:
@@ -88,7 +101,7 @@ def layout_of(args: Namespace, launch: LaunchArguments) -> ParallelLayout:
         dist_opt=args.use_distributed_optimizer,
         instances=args.num_distributed_optimizer_instances,
         mbs=args.micro_batch_size,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        order=rank_order(args),
         pipeline=launch.parsed.pipeline_model_parallel_layout,
     )
 
@@ -105,6 +118,8 @@ def model_shape(args: Namespace, *, uneven_pipeline: bool) -> ModelShape:
         global_batch_size=args.global_batch_size,
         ffn_hidden_size=args.ffn_hidden_size,
         hidden_size=args.hidden_size,
+        moe_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),
+        seq_length=args.seq_length,
         uneven_pipeline=uneven_pipeline,
     )
 

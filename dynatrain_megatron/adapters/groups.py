@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dynatrain_megatron.adapters.arguments import rank_order
+
 RanksFunction = Callable[[list[int]], list[int]] | None
 """Which ranks of a pipeline hold the (position) embedding; ``None`` for Megatron's default."""
 
@@ -65,7 +67,7 @@ def build(args: Namespace, embedding: RanksFunction, position: RanksFunction) ->
         "expert_tensor_parallel_size": args.expert_tensor_parallel_size,
         "distributed_timeout_minutes": args.distributed_timeout_minutes,
         "nccl_communicator_config_path": args.nccl_communicator_config_path,
-        "order": "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        "order": rank_order(args),
         "get_embedding_ranks": embedding,
         "get_position_embedding_ranks": position,
         "create_gloo_process_groups": args.use_gloo_process_groups,

@@ -19,6 +19,13 @@ from dynatrain_megatron.engine.memory import release
 from dynatrain_megatron.layout import ParallelLayout
 
 
+def finish_in_flight() -> None:
+    """Wait for asynchronous saves: they hold tensors and groups of the layout in force."""
+    from megatron.training.async_utils import maybe_finalize_async_save
+
+    maybe_finalize_async_save(blocking=True)
+
+
 def become(old: Any, new: Any) -> None:
     """``old`` takes ``new``'s class and shares its attribute dictionary."""
     if old is new or old is None:

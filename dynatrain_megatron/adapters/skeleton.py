@@ -81,7 +81,7 @@ def build(job: Job) -> Skeleton:
     for chunk in model:
         for module in chunk.modules():
             config = getattr(module, "config", None)
-            if hasattr(config, "perform_initialization"):
+            if config is not None and hasattr(config, "perform_initialization"):
                 config.perform_initialization = args.perform_initialization
     _carry_optimizer(job, optimizer)
     scheduler.load_state_dict(job.scheduler.state_dict())
@@ -169,9 +169,7 @@ def _container(job: Job) -> Any:
         return pretrain_cfg_container_from_args(job.args, None)
     hybrid = "Hybrid" in type(model).__name__
     make = hybrid_config_from_args if hybrid else gpt_config_from_args
-    return pretrain_cfg_container_from_args(
-        job.args, make(job.args, model_config_cls=type(model))
-    )
+    return pretrain_cfg_container_from_args(job.args, make(job.args, model_config_cls=type(model)))
 
 
 @contextlib.contextmanager
@@ -190,7 +188,7 @@ def _without_loading(job: Job) -> Iterator[None]:
 
 def _carry_optimizer(job: Job, optimizer: Any) -> None:
     """Loss scaler and its counters; every chained optimizer shares their values."""
-    old = [o for o in HostState(job.model, job.optimizer, job.args).inner_optimizers()]
+    old = HostState(job.model, job.optimizer, job.args).inner_optimizers()
     scalers = [o.grad_scaler for o in old if getattr(o, "grad_scaler", None)]
     for new in HostState(job.model, optimizer, job.args).inner_optimizers():
         if scalers and getattr(new, "grad_scaler", None):

@@ -197,7 +197,10 @@ class HostState:
 
 
 def merge_steps(all_steps: Iterable[Steps]) -> Steps:
-    """One table of step counts from all ranks'; raises :class:`SwitchRefused` on a contradiction."""
+    """One table of step counts out of all ranks'.
+
+    Raises :class:`SwitchRefused` where two ranks contradict each other.
+    """
     merged: Steps = {}
     for steps in all_steps:
         for name, step in steps.items():
@@ -331,11 +334,11 @@ def _owned(
             owned = opt._get_model_param_range_map(param)["param"]
             yield param, owned.start, owned.end, groups[group]["params"][order], groups[group]
         return
-    main_of = {id(p): p for group in groups for p in group["params"]}
-    group_of = {id(p): group for group in groups for p in group["params"]}
+    own = {id(main): (main, group) for group in groups for main in group["params"]}
     for param in _managed_params(opt):
-        main = main_of.get(id(param), getattr(param, "main_param", None))
-        yield param, 0, param.numel(), main, group_of[id(main)]
+        # float32 parameters are their own main parameters; others carry theirs as an attribute
+        main, group = own[id(param if id(param) in own else getattr(param, "main_param", None))]
+        yield param, 0, param.numel(), main, group
 
 
 def _managed_params(opt: Any) -> list[torch.nn.Parameter]:

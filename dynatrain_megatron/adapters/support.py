@@ -70,7 +70,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("--fault-injector-num-ranks", _set("fault_injector_num_ranks"), _RESTARTS),
     Unsupported(
         "--non-persistent-ckpt-type",
-        lambda args: "local" if getattr(args, "non_persistent_ckpt_type", None) == "local" else None,
+        lambda args: (
+            "local" if getattr(args, "non_persistent_ckpt_type", None) == "local" else None
+        ),
         "its manager is bound to the launch's groups",
     ),
     Unsupported(

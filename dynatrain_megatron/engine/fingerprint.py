@@ -134,6 +134,8 @@ def _add_up(parts: Sequence[bytes], shape: tuple[int, ...]) -> Sums:
 def _hash_view(tensor: LogicalTensor, state: int, start: Sequence[int], view: torch.Tensor) -> int:
     """H of one region: ``view`` has the region's shape, ``start`` is where it begins."""
     seed = hashlib.sha256(f"{tensor.name}\0{tensor.states[state].kind}".encode()).digest()
+    if not view.dim():
+        view, start = view.reshape(1), (0,)
     weights = [
         _weights(seed, dim, start[dim], start[dim] + n).to(view.device)
         for dim, n in enumerate(view.shape)
@@ -144,8 +146,7 @@ def _hash_view(tensor: LogicalTensor, state: int, start: Sequence[int], view: to
         return _weighted_sum(halves, [*weights, low_high])
     if view.dtype == torch.bool:
         view = view.to(torch.uint8)
-    bits = view.view(_BITS[view.element_size()])
-    return _weighted_sum(bits if bits.dim() else bits.reshape(1), weights or [_weights(seed, 0, 0, 1)])
+    return _weighted_sum(view.view(_BITS[view.element_size()]), weights)
 
 
 def _weighted_sum(bits: torch.Tensor, weights: list[torch.Tensor]) -> int:

@@ -24,12 +24,14 @@ class Fragments:
     views: tuple[tuple[torch.Tensor, ...], ...]
 
     def piece(self, slot: int, start: IntArray, stop: IntArray) -> tuple[torch.Tensor, ...]:
-        """Views of the sub-region ``[start, stop)`` (logical coordinates), one for each state."""
-        cut = tuple(
-            slice(int(a - origin), int(b - origin))
-            for a, b, origin in zip(start, stop, self.roster.start[slot], strict=True)
-        )
-        return tuple(view[cut[: view.dim()]] for view in self.views[slot])
+        """Views of the sub-region ``[start, stop)`` (logical coordinates), one for each state.
+
+        ``start`` and ``stop`` may be padded to more dims than this rank's own roster has.
+        """
+        dims = self.views[slot][0].dim()
+        origin = self.roster.start[slot]
+        cut = tuple(slice(int(start[d] - origin[d]), int(stop[d] - origin[d])) for d in range(dims))
+        return tuple(view[cut] for view in self.views[slot])
 
 
 class FragmentsBuilder:

@@ -93,9 +93,7 @@ class TorchTransport(Transport):
         padded[: own.numel()] = own
         rows = [torch.empty_like(padded) for _ in range(self.size)]
         self._wait(dist.all_gather(rows, padded, self.group, async_op=True), timeout_s)
-        return [
-            row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)
-        ]
+        return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
     def _wait(self, work: dist.Work, timeout_s: float) -> None:
         try:

@@ -186,10 +186,10 @@ class Session:
             return should_exit
         job.iteration = call.arguments["iteration"]
         job.num_flops = call.arguments["num_floating_point_operations_so_far"]
-        if self._pending and job.iteration >= self._pending[0].iteration:
-            if job.iteration < job.args.train_iters:
-                self._boundary_s = time.perf_counter()
-                raise SwitchNow
+        due = bool(self._pending) and job.iteration >= self._pending[0].iteration
+        if due and job.iteration < job.args.train_iters:
+            self._boundary_s = time.perf_counter()
+            raise SwitchNow
         return should_exit
 
     def on_training_log(self, original: Original, call: Call) -> Any:
@@ -273,7 +273,9 @@ class Session:
                 "refused",
                 iteration=job.iteration,
                 source=str(job.layout),
-                target=step.layout_changes if isinstance(step.layout_changes, str) else json.dumps(step.layout_changes),
+                target=step.layout_changes
+                if isinstance(step.layout_changes, str)
+                else json.dumps(step.layout_changes),
                 ok=False,
                 reason=refusal.reason,
                 next_step=refusal.next_step,
@@ -301,5 +303,3 @@ def _end(message: str, rank: int) -> None:
     if rank == 0:
         sys.stderr.write(f"{message}\n")
     raise SystemExit(2)
-
-

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dynatrain_megatron.adapters import arguments, groups, skeleton
-from dynatrain_megatron.adapters.handover import hand_over
+from dynatrain_megatron.adapters.handover import finish_in_flight, hand_over
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
 from dynatrain_megatron.engine import ExecutionReport, Fragments, TorchTransport, Transport, execute
@@ -97,7 +97,8 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     phase = _Phases(report, rank)
     progress(rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}")
     with phase("quiesce", "asynchronous saves finished, old state described"):
-        _finish_in_flight()
+        finish_in_flight()
+        current_platform().synchronize()
         bridge = _bridge(job)
         source = HostState(job.model, job.optimizer, job.args)
         source.allocate_moments()
@@ -121,9 +122,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
             topology = _topology(bridge, options.timeout_s)
             plan = make_plan(*rosters, topology, options.plan)
             _agree_on(plan, bridge, options.timeout_s)
-        executed = execute(
-            plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s
-        )
+        executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
         with phase("rebuild", "parameters gathered from main parameters"):
             new.restore_steps(_exchange_steps(source.steps(), bridge, options.timeout_s))
             rebuilt = new.rebuild_params()
@@ -147,17 +146,11 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     return report
 
 
-def _finish_in_flight() -> None:
-    from megatron.training.async_utils import maybe_finalize_async_save
-
-    maybe_finalize_async_save(blocking=True)
-    current_platform().synchronize()
-
-
 def _bridge(job: Job) -> Transport:
     """The group that carries transfers and nothing else; made once for a set of processes."""
     if job.bridge is None:
         group = dist.new_group(group_desc="DYNATRAIN_BRIDGE")
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         job.bridge = TorchTransport(group, current_platform().device)
     return job.bridge
 

@@ -82,9 +82,7 @@ def save(job: Job, where: Path) -> None:
     from megatron.training.checkpointing import save_checkpoint
 
     with _checkpoint_args(job, save=str(where)):
-        save_checkpoint(
-            job.iteration, job.model, job.optimizer, job.scheduler, job.num_flops, {}
-        )
+        save_checkpoint(job.iteration, job.model, job.optimizer, job.scheduler, job.num_flops, {})
 
 
 def compare(job: Job, where: Path, *, poison: bool = True) -> list[str]:
@@ -104,9 +102,7 @@ def compare(job: Job, where: Path, *, poison: bool = True) -> list[str]:
     job.scheduler.num_steps = 0  # loading adds the saved steps to those it has
     with _checkpoint_args(job, load=str(where)):
         iteration, _ = load_checkpoint(job.model, job.optimizer, job.scheduler)
-    different = [
-        name for name, tensor in _state(job).items() if not _bit_equal(ours[name], tensor)
-    ]
+    different = [name for name, tensor in _state(job).items() if not _bit_equal(ours[name], tensor)]
     after = {name: getattr(args, name) for name in counters}
     if iteration != job.iteration or after != before:
         different.append(f"position {iteration} {after} against {job.iteration} {before}")

@@ -1,0 +1,19 @@
+"""Storages counted once, and freed while still referenced."""
+
+import torch
+
+from dynatrain_megatron.engine.memory import release, storage_bytes
+
+
+def test_views_of_one_storage_are_counted_once() -> None:
+    flat = torch.zeros(100)
+    assert storage_bytes([flat, flat[10:20], flat.view(10, 10), torch.zeros(3)]) == 412
+
+
+def test_release_frees_memory_that_others_still_refer_to() -> None:
+    flat = torch.zeros(1 << 20)
+    view, other = flat[5:], torch.ones(4)
+    assert release([view]) == 4 << 20
+    assert flat.untyped_storage().nbytes() == 0
+    assert view.shape == (2**20 - 5,)  # the object survives
+    assert torch.equal(other, torch.ones(4))
