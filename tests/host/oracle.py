@@ -9,15 +9,19 @@ be equal to what was set aside, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import shutil
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
@@ -41,11 +45,17 @@ def attach(directory: Path, *, poison: bool = True) -> None:
     from dynatrain_megatron.plugin import session
 
     real = session.switch
+    old_params: list[weakref.ref[torch.Tensor]] = []
 
     def checked(job: Job, target: Any, options: Any) -> Any:
         where = directory / f"iteration-{job.iteration}"
         save(job, where)
+        gc.collect()
+        alive = sum(ref() is not None for ref in old_params)
+        old_params[:] = [weakref.ref(p) for chunk in job.model for p in chunk.parameters()]
+        old_state = list(HostState(job.model, job.optimizer, job.args).tensors())
         report = real(job, target, options)
+        held = sum(t.untyped_storage().nbytes() for t in old_state)
         differences = compare(job, where, poison=poison)
         line = {
             "source": report.source,
@@ -54,6 +64,9 @@ def attach(directory: Path, *, poison: bool = True) -> None:
             "lower_bound": report.bytes["lower_bound"],
             "compared": len(_state(job)),
             "differences": differences,
+            "held_bytes": held,
+            "alive_params": alive,
+            "groups": len(distributed_c10d._world.pg_map),
         }
         with (directory / f"differences-{dist.get_rank()}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -75,6 +88,17 @@ def results(directory: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(directory.glob("differences-*.jsonl")):
         for line in path.read_text().splitlines():
             yield {"rank": int(path.stem.split("-")[1]), **json.loads(line)}
+
+
+def check_nothing_is_left_behind(found: list[dict[str, Any]]) -> None:
+    """Old memory is freed, old parameters are gone a switch later, groups do not add up."""
+    groups: dict[tuple[int, str], set[int]] = defaultdict(set)
+    for line in found:
+        assert line["held_bytes"] == 0, line
+        assert line["alive_params"] == 0, line
+        groups[line["rank"], line["target"]].add(line["groups"])
+    for (rank, layout), counts in groups.items():
+        assert len(counts) == 1, f"rank {rank} had {counts} process groups in layout {layout}"
 
 
 def save(job: Job, where: Path) -> None:

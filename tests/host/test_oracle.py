@@ -1,0 +1,76 @@
+"""Every ordered pair of layouts on 4 ranks, checked bit for bit against Megatron's save and load.
+
+Each case is one Megatron run that switches at every iteration; see :mod:`tests.host.oracle`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.host import oracle, tours
+from tests.ranks import TINY_LLAMA, run_megatron
+
+SIX = ["tp2-dp2", "pp2-dp2", "tp4", "pp4", "dp4", "tp2-pp2"]
+WITH_SEQUENCE_PARALLEL = [*SIX, "tp2-dp2-sp", "tp4-sp"]
+
+TIED = [flag for flag in TINY_LLAMA if flag != "--untie-embeddings-and-output-weights"]
+LEARNED_POSITIONS = [
+    "--position-embedding-type",
+    "learned_absolute",
+    "--normalization",
+    "LayerNorm",
+]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+
+
+class Case(NamedTuple):
+    """A model and optimizer, and the layouts between which it is switched."""
+
+    flags: list[str]
+    layouts: list[str]
+
+
+CASES = {
+    "bf16, distributed optimizer, untied": Case(
+        [*TINY_LLAMA, "--bf16", *DISTRIBUTED], WITH_SEQUENCE_PARALLEL
+    ),
+    "float32, distributed optimizer, tied, learned positions": Case(
+        [*TIED, *LEARNED_POSITIONS, *DISTRIBUTED], WITH_SEQUENCE_PARALLEL
+    ),
+    "bf16, plain optimizer, tied": Case([*TIED, "--bf16"], SIX),
+    "float32, plain optimizer, untied": Case(TINY_LLAMA, SIX),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", CASES)
+def test_every_ordered_pair_of_layouts_is_bit_equal_to_save_and_reshard(
+    name: str, tmp_path: Path
+) -> None:
+    """TP4 cuts the two KV groups of the model in half: GQA with fewer groups than TP."""
+    case = CASES[name]
+    tour = tours.every_pair(case.layouts)
+    run_megatron(
+        4,
+        [
+            *case.flags,
+            *oracle.ORACLE_FLAGS,
+            *("--tensor-model-parallel-size", "2", "--train-iters", str(len(tour) + 2)),
+        ],
+        [tours.schedule(tour)],
+        tmp_path,
+        timeout_s=560,
+        inside=oracle.attach_in(tmp_path),
+    )
+    found = list(oracle.results(tmp_path))
+    pairs = {(line["source"], line["target"]) for line in found}
+    assert len(pairs) == len(case.layouts) * (len(case.layouts) - 1)
+    assert len(found) == 4 * len(pairs)
+    for line in found:
+        assert line["compared"] > 20
+        assert line["differences"] == [], line
+        assert line["moved"] == line["lower_bound"], line
+    oracle.check_nothing_is_left_behind(found)
