@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,9 +171,12 @@ class _Rank:
 @functools.cache
 def _import_hosts() -> None:
     """Import once what every rank needs, so that forked ranks share it."""
-    platform.install("cpu")
-    for module in _PRELOADED:
-        importlib.import_module(module)
+    with warnings.catch_warnings():
+        # Megatron warns of each library that it does not find.
+        warnings.simplefilter("ignore")
+        platform.install("cpu")
+        for module in _PRELOADED:
+            importlib.import_module(module)
     import torch
 
     # A child that was forked from a parent with a thread pool hangs in its first parallel loop.

@@ -413,3 +413,9 @@ def prepare() -> None:
     # torch keeps the set of its factories from first use; `with torch.device(...)` compares with
     # it and is called with the originals, so the set must not be made of the replacements.
     torch.utils._device._device_constructors()
+    # With one random stream, Megatron sees the CPU's state change whenever "CUDA" draws.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_says_something_new)
+
+
+def _says_something_new(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()

@@ -35,12 +35,14 @@ class RefusedFlag:
         works: whether a value can work; a flag without a value is asked with "".
         reason: why the others cannot.
         instead: what the user can do.
+        unless: another flag with which it works all the same.
     """
 
     flag: str
     works: Callable[[str], bool]
     reason: str
     instead: str
+    unless: str | None = None
 
 
 def _never(value: str) -> bool:
@@ -54,6 +56,13 @@ def _one_of(*values: str) -> Callable[[str], bool]:
 _NO_CUDA_KERNEL = "its kernel exists for CUDA only"
 _NO_TE = "it needs Transformer Engine, which runs on CUDA only"
 _ON_GPU = "leave it out here, or run on GPUs (platform=cuda)"
+
+_TE_FLAGS = (
+    *("--fp8-format", "--fp4-format", "--fp8-param-gather", "--fp4-param-gather"),
+    *("--tp-comm-overlap", "--use-precision-aware-optimizer", "--delay-wgrad-compute"),
+    *("--moe-permute-fusion", "--moe-router-fusion"),
+)
+_GRAPH_FLAGS = ("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph")
 
 CPU_DEFAULTS: tuple[DefaultFlag, ...] = (
     DefaultFlag("--distributed-backend", "gloo", "NCCL joins GPUs only"),
@@ -75,43 +84,33 @@ CPU_REFUSED: tuple[RefusedFlag, ...] = (
         "Megatron's local attention, the only one that runs on a CPU, does not split the sequence",
         "use tensor or pipeline parallelism instead, or run on GPUs (platform=cuda)",
     ),
-    RefusedFlag(
-        "--multi-latent-attention",
-        _never,
-        "Megatron's local attention does not know it",
-        _ON_GPU,
-    ),
+    RefusedFlag("--multi-latent-attention", _never, "Megatron's local attention has none", _ON_GPU),
     RefusedFlag("--pipeline-model-parallel-comm-backend", _never, "gloo is in use", "leave it out"),
-    RefusedFlag("--attention-backend", _one_of("auto", "local", "unfused"), _NO_TE, _ON_GPU),
     RefusedFlag("--cuda-graph-impl", _one_of("none"), "CUDA graphs need CUDA", _ON_GPU),
+    RefusedFlag("--cpu-offloading-num-layers", _one_of("0"), _NO_TE, _ON_GPU),
     RefusedFlag(
         "--moe-token-dispatcher-type",
         _one_of("allgather", "alltoall"),
         "the flex dispatcher's kernels exist for CUDA only",
         "use alltoall or allgather",
     ),
-    *(
-        RefusedFlag(flag, _never, reason, _ON_GPU)
-        for reason, flags in (
-            (
-                _NO_TE,
-                (
-                    *("--fp8-format", "--fp4-format", "--fp8-param-gather", "--fp4-param-gather"),
-                    *("--tp-comm-overlap", "--use-precision-aware-optimizer", "--te-rng-tracker"),
-                    *("--moe-permute-fusion", "--moe-router-fusion", "--delay-wgrad-compute"),
-                ),
-            ),
-            (
-                "CUDA graphs need CUDA",
-                ("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph"),
-            ),
-            (
-                _NO_CUDA_KERNEL,
-                (*("--use-flash-attn", "--flash-decode", "--moe-enable-deepep"), "--use-nccl-ub"),
-            ),
-        )
-        for flag in flags
+    RefusedFlag(
+        "--profile",
+        _never,
+        "it drives the CUDA profiler",
+        "add --use-pytorch-profiler",
+        unless="--use-pytorch-profiler",
     ),
+    RefusedFlag(
+        "--use-persistent-ckpt-worker",
+        _never,
+        "its process is started afresh, without this platform, and asks for a GPU",
+        "leave it out: --async-save alone forks its writer",
+    ),
+    RefusedFlag("--apply-layernorm-1p", _never, "torch's norms have no such form", _ON_GPU),
+    *(RefusedFlag(flag, _never, _NO_TE, _ON_GPU) for flag in _TE_FLAGS),
+    *(RefusedFlag(flag, _never, "CUDA graphs need CUDA", _ON_GPU) for flag in _GRAPH_FLAGS),
+    RefusedFlag("--use-nccl-ub", _never, "gloo is in use", "leave it out"),
 )
 
 
@@ -138,6 +137,8 @@ def refuse(argv: Sequence[str], refused: Sequence[RefusedFlag], where: str) -> N
     """
     for rule in refused:
         value = value_of(argv, rule.flag)
+        if rule.unless is not None and value_of(argv, rule.unless) is not None:
+            continue
         if value is not None and not rule.works(value):
             given = f"{rule.flag} {value}".rstrip()
             raise PlatformError(f"{given} cannot work {where}: {rule.reason}; {rule.instead}")

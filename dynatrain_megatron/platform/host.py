@@ -84,12 +84,12 @@ def _load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_states(original: Callable[..., None]) -> Callable[..., None]:
-    if not _uses_torch_adam():
-        return original
+    without_step = {"step": None} if _uses_torch_adam() else {}
 
     @functools.wraps(original)
     def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        original(self, model_param, {**tensors, "step": None})
+        with torch.no_grad():
+            original(self, model_param, {**tensors, **without_step})
 
     return set_states
 
@@ -123,7 +123,8 @@ HOST_TABLE: tuple[Replacement, ...] = (
     Replacement(
         f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
         "looks for a loaded tensor for torch Adam's step, which was restored already and is not "
-        "among the loaded tensors, or is the one from before loading",
+        "among the loaded tensors, or is the one from before loading; and writes into float32 "
+        "parameters without no_grad in the dp_reshardable format",
         _set_states,
     ),
 )

@@ -20,7 +20,8 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """The most :func:`resident_bytes` has been since the start or the last reset."""
-    return _kib_field(_STATUS, "VmHWM")
+    # The kernel brings the two counters up to date at different times.
+    return max(_kib_field(_STATUS, "VmHWM"), _kib_field(_STATUS, "VmRSS"))
 
 
 def reset_peak_resident() -> bool:

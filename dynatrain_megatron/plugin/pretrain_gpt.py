@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     process group is made.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    _log_to_stderr()
+    _speak_on_first_rank()
     try:
         config = prepare(given)
         if config is not None:
@@ -140,15 +141,20 @@ def _add_help(parser: Any) -> Any:
     return parser
 
 
-def _log_to_stderr() -> None:
-    """Show what the package logs: on the first rank all of it, on the others the warnings."""
+def _speak_on_first_rank() -> None:
+    """Show what the package logs on the first rank, on the others warnings of the package only."""
+    first = os.environ.get("RANK", "0") == "0"
     package = logging.getLogger("dynatrain_megatron")
     if not package.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[dynatrain] %(message)s"))
         package.addHandler(handler)
         package.propagate = False
-    package.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    package.setLevel(logging.INFO if first else logging.WARNING)
+    if not first:
+        # Megatron warns of each library that it does not find, on every rank.
+        for category in (UserWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=r"megatron\.")
 
 
 if __name__ == "__main__":

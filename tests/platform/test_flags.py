@@ -1,0 +1,61 @@
+"""Megatron's flags on the CPU platform, as text."""
+
+import pytest
+
+from dynatrain_megatron.errors import PlatformError
+from dynatrain_megatron.platform.flags import CPU_DEFAULTS, cpu_defaults, value_of
+
+
+def test_what_is_missing_is_added_and_what_is_given_stays() -> None:
+    added = cpu_defaults(["--num-layers", "2"])
+    assert added == [word for default in CPU_DEFAULTS for word in default.words()]
+    given = ["--distributed-backend=gloo", "--transformer-impl", "local", "--no-rope-fusion"]
+    left = cpu_defaults(given)
+    assert not {"--distributed-backend", "--transformer-impl", "--no-rope-fusion"} & set(left)
+    assert "--no-persist-layer-norm" in left
+
+
+def test_each_added_flag_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "dynatrain_megatron"):
+        cpu_defaults([])
+    assert "added --distributed-backend gloo: NCCL joins GPUs only" in caplog.messages
+    assert len(caplog.messages) == len(CPU_DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        ("--distributed-backend nccl", ("--distributed-backend nccl", "NCCL", "use gloo")),
+        ("--distributed-backend=nccl", ("--distributed-backend nccl", "use gloo")),
+        ("--transformer-impl transformer_engine", ("transformer_engine", "use local")),
+        ("--context-parallel-size 2", ("--context-parallel-size 2", "tensor or pipeline")),
+        ("--fp8-format hybrid", ("--fp8-format hybrid", "Transformer Engine")),
+        ("--use-precision-aware-optimizer --lr 1", ("--use-precision-aware-optimizer cannot",)),
+        ("--moe-token-dispatcher-type flex", ("flex", "alltoall")),
+        ("--cuda-graph-impl local", ("--cuda-graph-impl local", "CUDA graphs")),
+        ("--profile --lr 1", ("--profile cannot", "--use-pytorch-profiler")),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(argv: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(PlatformError) as caught:
+        cpu_defaults(argv.split())
+    for part in (*parts, "on the CPU platform"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--context-parallel-size 1 --cuda-graph-impl none --cpu-offloading-num-layers 0",
+        "--moe-token-dispatcher-type alltoall --profile --use-pytorch-profiler",
+    ],
+)
+def test_values_that_work_pass(argv: str) -> None:
+    assert cpu_defaults(argv.split())
+
+
+def test_the_last_value_counts() -> None:
+    argv = ["--a", "1", "--b", "--c", "--a=2"]
+    assert value_of(argv, "--a") == "2"
+    assert value_of(argv, "--b") == ""
+    assert value_of(argv, "--d") is None
