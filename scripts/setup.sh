@@ -85,8 +85,11 @@ install_project() {
   )
   cd "$root"
   say "2/2 installing the project and what it needs, in the versions of constraints.txt"
-  say "    torch and the CUDA libraries that come with it on Linux are the big part: about 3 GB to"
-  say "    download the first time, 6 GB on disk; minutes on a fast line. Full log: .venv/${log##*/}"
+  say "    full log: .venv/${log##*/}"
+  if ! compgen -G "$venv/lib/python3*/site-packages/torch" >/dev/null; then
+    say "    torch and the CUDA libraries that come with it on Linux are the big part: about 3 GB"
+    say "    to download the first time, 6 GB on disk; minutes on a fast line"
+  fi
   if [[ -t 2 ]]; then
     "${pip[@]}" 2>&1 | tee "$log" >&2 || status=1
   else
