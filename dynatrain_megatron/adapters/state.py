@@ -171,6 +171,27 @@ class HostState:
                 chunk.start_param_sync(force_sync=True)
         return rebuilt
 
+    def expected_bytes(self) -> int:
+        """Memory this layout takes on this rank by its declared sizes, for the plan.
+
+        Compared with the storages that exist afterwards, so that a hidden copy shows.
+        """
+        total = 0
+        for chunk in self.model:
+            in_buffers: set[int] = set()
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                total += buffer.numel * buffer.grad_dtype.itemsize
+                if buffer.param_data is not None:
+                    total += buffer.numel * buffer.param_dtype.itemsize
+                    in_buffers.update(id(param) for param in buffer.params)
+            loose = [p for p in chunk.parameters() if id(p) not in in_buffers]
+            total += sum(t.numel() * t.element_size() for t in (*loose, *chunk.module.buffers()))
+        for shard in self.shards():
+            own_main = shard.param.dtype != torch.float32
+            total += 4 * (shard.stop - shard.start) * (2 + own_main)
+            total += 4 * _steps_per_param(shard.inner)
+        return total
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor with memory of its own: parameters, buffers, gradients, optimizer state."""
         for chunk in self.model:

@@ -44,6 +44,13 @@ class Schedule:
     def num_windows(self) -> int:
         return int(self.window.max()) + 1 if len(self) else 0
 
+    def peak_staging_bytes(self, rank: int) -> int:
+        """The most bytes of messages that ``rank`` sends and receives in one window."""
+        own = (self.src == rank) | (self.dst == rank)
+        total = np.zeros(self.num_windows, dtype=np.int64)
+        np.add.at(total, self.window[own], self.nbytes[own])
+        return int(total.max(initial=0))
+
     def pieces_of(self, message: int) -> range:
         """Positions in ``pieces`` of one message."""
         return range(int(self.first_piece[message]), int(self.first_piece[message + 1]))

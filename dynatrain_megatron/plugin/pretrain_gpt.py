@@ -127,8 +127,20 @@ def _train() -> None:
     )
 
 
+class _PlainHelp(argparse.HelpFormatter):
+    """Shows a help text as it is where argparse cannot fill it in."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        # Some help texts of Megatron have a bare per cent sign, which ends --help with an error.
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
+
+
 def _add_help(parser: Any) -> Any:
     """Show the flag in Megatron's --help; it was taken out of the arguments before."""
+    parser.formatter_class = _PlainHelp
     group = parser.add_argument_group(title="dynatrain")
     group.add_argument(
         FLAG,

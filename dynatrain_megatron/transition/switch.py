@@ -65,6 +65,7 @@ class SwitchReport:
     rounds: int = 0
     stages: int = 1
     peak_extra_bytes: int = 0
+    planned_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
     bytes_matrix: list[list[int]] = field(default_factory=list)
 
@@ -117,6 +118,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
             new = HostState(made.model, made.optimizer, job.args)
             new.allocate_moments()
             new_fragments = new.fragments()
+            planned_bytes = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
             rosters = _exchange_rosters(old_fragments, new_fragments, bridge, options.timeout_s)
             topology = _topology(bridge, options.timeout_s)
@@ -136,7 +138,9 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         freed, destroyed = hand_over(job, made, source, old_groups, target.layout, baseline)
     if freed != old_bytes:
         raise TransitionError(f"{old_bytes} bytes of old state were known, {freed} were freed")
+    # The old state is kept until commit, so the whole target comes on top of it.
     report.peak_extra_bytes = new_bytes + executed.peak_staging_bytes
+    report.planned_peak_extra_bytes = planned_bytes + plan.schedule.peak_staging_bytes(rank)
     report.groups = {
         "reused": 0,
         "created": len(new_groups.process_groups()),
@@ -246,6 +250,7 @@ def _fill_in(
         "sent": executed.sent_bytes,
         "rebuilt": rebuilt,
         "peak": report.peak_extra_bytes,
+        "planned": report.planned_peak_extra_bytes,
     }
     rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
     for name in ("pack", "wire", "unpack"):
@@ -259,6 +264,7 @@ def _fill_in(
         "max_recv": plan.max_recv_bytes,
     }
     report.peak_extra_bytes = max(row["peak"] for row in rows)
+    report.planned_peak_extra_bytes = max(row["planned"] for row in rows)
     report.ops = len(plan.schedule)
     report.rounds = plan.schedule.num_windows
     report.bytes_matrix = plan.bytes_matrix.tolist()

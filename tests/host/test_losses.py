@@ -1,0 +1,78 @@
+"""A run that switches against the run that never does: float32 losses and gradient norms."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import TINY_LLAMA, run_megatron
+
+ITERATIONS = 14
+SCHEDULE = (
+    "schedule=[{iteration: 2, layout: {tp: 1, pp: 2}}, {iteration: 4, layout: {tp: 4}}, "
+    "{iteration: 6, layout: {tp: 1, pp: 4}}, {iteration: 8, layout: {tp: 1, dp: 4}}, "
+    "{iteration: 10, layout: {tp: 2, pp: 2, sp: true}}, {iteration: 12, layout: {tp: 2}}]"
+)
+LAYOUTS = ["tp2-dp2", "pp2-dp2", "tp4", "pp4", "dp4", "tp2-pp2-sp", "tp2-dp2"]
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
+
+
+def steps(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+
+
+def logged_losses(run_dir: Path) -> list[float]:
+    """The losses in Megatron's own log lines, on the rank that prints them."""
+    found = re.findall(r" lm loss: (\S+) ", (run_dir / "rank3.log").read_text())
+    return [float(text) for text in found]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    "extra",
+    [["--use-distributed-optimizer", *OVERLAP], []],
+    ids=["distributed optimizer with overlap", "plain optimizer"],
+)
+def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Path) -> None:
+    flags = [
+        *TINY_LLAMA,
+        *extra,
+        *("--tensor-model-parallel-size", "2", "--train-iters", str(ITERATIONS)),
+        *("--lr-warmup-iters", "3", "--weight-decay", "0.1", "--clip-grad", "1.0"),
+    ]
+    static, switched = tmp_path / "static", tmp_path / "switched"
+    run_megatron(4, flags, [], static)
+    run_megatron(4, flags, [SCHEDULE], switched)
+    expected, got = steps(static), steps(switched)
+    assert [step["iteration"] for step in got] == list(range(1, ITERATIONS + 1))
+    layouts = [str(step["layout"]).removesuffix("-noopt") for step in got]
+    assert layouts == [LAYOUTS[i // 2] for i in range(ITERATIONS)]
+    for a, b in zip(expected, got, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6), (a, b)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5), (a, b)
+        assert b["lr"] == a["lr"]
+        assert b["consumed_samples"] == a["consumed_samples"]
+    assert len({step["loss"] for step in expected}) == ITERATIONS  # it did train
+
+    events = [json.loads(line) for line in (switched / "events.jsonl").read_text().splitlines()]
+    visited = [[str(e[end]).removesuffix("-noopt") for end in ("source", "target")] for e in events]
+    assert visited == [list(pair) for pair in pairwise(LAYOUTS)]
+    for event in events:
+        assert event["event"] == "switch" and event["ok"]
+        assert event["bytes"]["moved"] == event["bytes"]["lower_bound"] > 0
+        assert sum(map(sum, event["bytes_matrix"])) == (
+            event["bytes"]["moved"] + event["bytes"]["retained"]
+        )
+        assert event["fingerprint"]["before"] == event["fingerprint"]["after"]
+        assert event["groups"]["created"] > 0 and event["groups"]["destroyed"] > 0
+        assert event["peak_extra_bytes"] == event["planned_peak_extra_bytes"] > 0
+        timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
+        assert timed | {"rebuild", "verify", "commit"} == set(event["seconds"])
+        assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
+    ours, theirs = logged_losses(switched), logged_losses(static)
+    assert len(ours) == ITERATIONS  # a line a step; Megatron's second one averages two steps
+    assert ours == pytest.approx(theirs, rel=1e-6)

@@ -1,0 +1,87 @@
+"""Switches that are not possible are refused before anything is changed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import TINY_LLAMA, RankFailure, run_megatron
+
+FLAGS = [*TINY_LLAMA, "--use-distributed-optimizer", "--tensor-model-parallel-size", "2"]
+
+# What is asked for on 4 ranks of a model with 4 heads, 2 KV groups, 4 layers, 1024 vocabulary
+# rows and a global batch of 8, and what the message must say: the rule and both values.
+REFUSED = [
+    ("{tp: 3}", r"tp\*pp\*cp=3\*1\*1=3 must divide world=4"),
+    ("{tp: 8}", r"must divide world=4"),
+    ("{tp: 1, pp: 4, vpp: 2}", r"pp\*vpp=4\*2=8 .*num_layers=4"),
+    ("{tp: 1, dp: 4, mbs: 4}", r"mbs\*dp=4\*4=16 .*global_batch_size=8"),
+    ("{tp: 1, dp: 2}", r"dp=2 must be"),
+    ("{tp: 1, sp: true}", r"sp"),
+    ("{tp: 1, cp: 4}", r"(?i)cp|context"),
+    ("{tp: 1, order: dp-tp-cp-ep-pp}", r"order=dp-tp-cp-ep-pp"),
+]
+
+
+@pytest.mark.host
+def test_each_refusal_names_the_rule_and_the_job_goes_on(tmp_path: Path) -> None:
+    """Eight impossible requests, then a possible one: training never stops."""
+    entries = [f"{{iteration: {i + 1}, layout: {layout}}}" for i, (layout, _) in enumerate(REFUSED)]
+    last = len(REFUSED) + 1
+    entries.append(f"{{iteration: {last}, layout: {{tp: 1, pp: 2}}}}")
+    run = run_megatron(
+        4,
+        [*FLAGS, "--train-iters", str(last + 1)],
+        [f"schedule=[{', '.join(entries)}]"],
+        tmp_path,
+    )
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["refused"] * len(REFUSED) + ["switch"]
+    for event, (layout, pattern) in zip(events[:-1], REFUSED, strict=True):
+        assert re.search(pattern, event["reason"]), (layout, event["reason"])
+        assert event["source"] == "tp2-dp2" and event["ok"] is False
+    assert events[-1]["target"] == "pp2-dp2"
+    warned = re.findall(r"warning: the switch at iteration (\d+) is not possible", run.logs[0])
+    assert [int(n) for n in warned] == list(range(1, len(REFUSED) + 1))  # said before the start
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [step["iteration"] for step in steps] == list(range(1, last + 2))
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("overrides", "extra", "message"),
+    [
+        (
+            ["target=tp3", "switch_at=2", "on_refusal=fail"],
+            [],
+            r"the switch at iteration 2 is not possible: .*must divide world=4",
+        ),
+        (
+            ["target={tp: 1}", "switch_at=2", "on_refusal=fail"],
+            ["--optimizer", "sgd"],
+            r"--optimizer sgd is not supported in a switch: .*; run without --optimizer",
+        ),
+        (["source=pp2-dp2"], [], r"source=pp2-dp2 is not the layout of the flags"),
+        (
+            ["schedule=[{iteration: 4, layout: tp4}, {iteration: 3, layout: dp4}]"],
+            [],
+            r"schedule.*3.*4|schedule.*4.*3",
+        ),
+        (["targt=tp4"], [], r"targt.*did you mean 'target'"),
+    ],
+    ids=["impossible layout", "unsupported optimizer", "wrong source", "order", "unknown key"],
+)
+def test_what_cannot_work_ends_before_any_process_group(
+    overrides: list[str], extra: list[str], message: str, tmp_path: Path
+) -> None:
+    flags = [flag for flag in FLAGS if "sgd" not in extra or flag != "--use-distributed-optimizer"]
+    with pytest.raises(RankFailure, match="2") as failure:
+        run_megatron(4, [*flags, *extra], overrides, tmp_path)
+    log = (tmp_path / "rank0.log").read_text()
+    assert re.search(message, log), log[-2000:]
+    assert "Traceback" not in log
+    assert "initializing torch distributed" not in log
+    assert "exit" in str(failure.value).lower()
