@@ -329,7 +329,7 @@ def _raise_failures(ranks: list[_Rank], timeout_s: float) -> None:
     for rank in failed:
         same.setdefault(rank.failure, []).append(rank.rank)
     for failure, numbers in same.items():
-        names = ", ".join(map(str, numbers))
+        names = ", ".join(map(str, sorted(numbers)))
         parts.append(f"rank {names} of {len(ranks)} failed: {failure}")
     if failed and running:
         names = ", ".join(str(rank.rank) for rank in running)

@@ -1,8 +1,12 @@
 """Unmodified Megatron trains on CPU ranks through our own entry: layouts, data, checkpoints."""
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,11 +106,13 @@ def _count_adam_steps() -> None:
 
     train = training.train
 
-    def counting(forward_step: object, model: object, optimizer: object, *args: object) -> object:
-        result = train(forward_step, model, optimizer, *args)
+    def counting(
+        forward_step: object, model: object, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> object:
+        result = train(forward_step, model, optimizer, *args, **kwargs)
         states = [
             state
-            for inner in optimizer.chained_optimizers  # type: ignore[attr-defined]
+            for inner in optimizer.chained_optimizers
             for state in inner.optimizer.state.values()
         ]
         distinct = len({id(state["step"]) for state in states}) == len(states)
@@ -220,3 +226,20 @@ def test_help_shows_megatrons_flags_and_ours(tmp_path: Path) -> None:
     text = (tmp_path / "rank0.log").read_text()
     assert "--tensor-model-parallel-size" in text and "--dynatrain" in text
     assert "change the parallel layout while training" in text
+
+
+@pytest.mark.slow
+def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    done = subprocess.run(
+        [*launch.split(), str(root / "scripts" / "pretrain_gpt.py"), *flags("", iterations=1)],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert set(steps(MegatronRun([done.stdout], tmp_path))) == {1}
+    assert done.stderr.count("torch finds no CUDA device") == 1
