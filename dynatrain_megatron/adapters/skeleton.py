@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,7 +150,6 @@ def close_iterators(iterators: Iterators) -> None:
                 stop = getattr(inner, method, None)
                 if callable(stop):
                     stop()
-    gc.collect()
 
 
 def _container(job: Job) -> Any:

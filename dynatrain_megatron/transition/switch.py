@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import time
 from argparse import Namespace
@@ -40,6 +41,8 @@ from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.vps import Roster, RosterSet
 from dynatrain_megatron.vps.roster import union_of_tensors
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +111,8 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     old_bytes = storage_bytes(source.tensors())
     with skeleton.host_context(job):
         baseline = _install_arguments(job, target)
-        with phase("groups", "process groups made"):
-            new_groups = groups.build(
-                job.args, job.recipe.embedding_ranks, job.recipe.position_embedding_ranks
-            )
-            groups.install(new_groups)
-        with phase("build", "model, optimizer and data iterators made for the target"):
-            made = skeleton.build(job)
-            new = HostState(made.model, made.optimizer, job.args)
-            new.allocate_moments()
-            new_fragments = new.fragments()
-            planned_bytes = new.expected_bytes()
+        new_groups, made, new, new_fragments = _built(job, phase, bridge, options.timeout_s)
+        planned_bytes = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
             rosters = _exchange_rosters(old_fragments, new_fragments, bridge, options.timeout_s)
             topology = _topology(bridge, options.timeout_s)
@@ -181,6 +175,42 @@ def _install_arguments(job: Job, target: Target) -> Namespace:
     arguments.carry_over(new, job.args, job.baseline)
     arguments.replace_in_place(job.args, new)
     return baseline
+
+
+def _built(
+    job: Job, phase: _Phases, bridge: Transport, timeout_s: float
+) -> tuple[groups.Groups, skeleton.Skeleton, HostState, Fragments]:
+    """Groups and skeleton of the target, once every rank could make its own; collective.
+
+    Megatron says no to some layouts only while it builds modules. Then the new groups go and the
+    switch is refused on all ranks.
+    """
+    built, problem, new_groups = None, "", None
+    try:
+        with phase("groups", "process groups made"):
+            new_groups = groups.build(
+                job.args, job.recipe.embedding_ranks, job.recipe.position_embedding_ranks
+            )
+            groups.install(new_groups)
+        with phase("build", "model, optimizer and data iterators made for the target"):
+            made = skeleton.build(job)
+            new = HostState(made.model, made.optimizer, job.args)
+            new.allocate_moments()
+            built = new_groups, made, new, new.fragments()
+    except Exception as error:
+        logger.warning("the target could not be built on this rank", exc_info=True)
+        problem = f"{type(error).__name__}: {error}"
+    answers = bridge.all_gather(problem.encode(), timeout_s=timeout_s)
+    for rank, answer in enumerate(answers):
+        if answer:
+            if new_groups is not None:
+                groups.destroy(new_groups)
+            raise SwitchRefused(
+                f"rank {rank} cannot build the target: {answer.decode()}",
+                f"the job stays in layout {job.layout}",
+            )
+    assert built is not None
+    return built
 
 
 def _exchange_rosters(

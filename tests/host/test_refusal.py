@@ -21,7 +21,7 @@ REFUSED = [
     ("{tp: 1, dp: 4, mbs: 4}", r"mbs\*dp=4\*4=16 .*global_batch_size=8"),
     ("{tp: 1, dp: 2}", r"dp=2 must be"),
     ("{tp: 1, sp: true}", r"sp"),
-    ("{tp: 1, cp: 4}", r"(?i)cp|context"),
+    ("{tp: 1, cp: 4}", r"cp=4 needs Transformer Engine"),
     ("{tp: 1, order: dp-tp-cp-ep-pp}", r"order=dp-tp-cp-ep-pp"),
 ]
 
