@@ -41,8 +41,8 @@ def hand_over(
     old_groups: groups.Groups,
     layout: ParallelLayout,
     baseline: Namespace,
-) -> tuple[int, int]:
-    """Commit: the job goes on in ``layout``; returns (bytes freed, process groups destroyed).
+) -> int:
+    """Commit: the job goes on in ``layout``; returns how many process groups were destroyed.
 
     The target's args and groups are in force already. Runs on every rank; destroying groups may
     be collective on NCCL.
@@ -60,12 +60,12 @@ def hand_over(
     job.checkpointing_context.clear()  # caches the old layout's groups and save plans
     _reset_trackers()
     job.layout, job.baseline = layout, baseline
-    freed = release(old_memory)
+    release(old_memory)
     del old_memory
     destroyed = groups.destroy(old_groups)
     close_iterators(old_iterators)
     gc.collect()
-    return freed, destroyed
+    return destroyed
 
 
 def _reset_trackers() -> None:

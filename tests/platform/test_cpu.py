@@ -82,7 +82,7 @@ def test_memory_figures_follow_the_process() -> None:
         here = platform.current()
         here.empty_cache()
         before = here.allocated_bytes()
-        block = torch.ones(64 << 20, dtype=torch.uint8)
+        block = torch.ones(256 << 20, dtype=torch.uint8)
         during = here.allocated_bytes()
         del block
         here.empty_cache()
@@ -102,10 +102,10 @@ def test_memory_figures_follow_the_process() -> None:
 
     (seen,) = run_ranks(1, worker)
     mib = 1 << 20
-    assert 60 * mib < seen["grown"] < 80 * mib
-    assert seen["back"] < 16 * mib
+    assert 240 * mib < seen["grown"] < 300 * mib
+    assert seen["back"] < 48 * mib
     assert seen["peak"] > -mib
-    assert seen["peak after reset"] < -40 * mib
+    assert seen["peak after reset"] < -200 * mib
 
 
 def test_unequal_pieces_are_gathered_and_scattered() -> None:
