@@ -316,9 +316,8 @@ def _raise_failures(ranks: list[_Rank], timeout_s: float) -> None:
     if not running and not failed:
         return
     for rank in running:
-        # To its process group: what it waits for may be a process that it has forked.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(rank.pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGUSR1)
     if running:
         time.sleep(_DUMP_S)
     parts: list[str] = []
