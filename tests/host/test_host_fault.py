@@ -102,7 +102,7 @@ def test_a_switch_is_right_where_save_and_reshard_loses_state(tmp_path: Path) ->
     results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     for result in results:
         assert result["buckets"][0] > 1
-        assert result["compared"] > 50
+        assert result["compared"] > 30
         assert result["wrong"] == []
     host_wrong = sum(len(result["host_wrong"]) for result in results)
     from megatron.core import __version__ as host_version
