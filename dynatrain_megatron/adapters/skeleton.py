@@ -156,18 +156,14 @@ def _container(job: Job) -> Any:
     """A fresh config container; Megatron sets fields of the one in use, so it is never reused."""
     if job.container is None:
         return None
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        hybrid_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training import argument_utils as host
 
     model = job.container.model
-    if model is None:
-        return pretrain_cfg_container_from_args(job.args, None)
-    hybrid = "Hybrid" in type(model).__name__
-    make = hybrid_config_from_args if hybrid else gpt_config_from_args
-    return pretrain_cfg_container_from_args(job.args, make(job.args, model_config_cls=type(model)))
+    if model is not None:  # from 0.19 on; before, a provider function builds the model
+        hybrid = "Hybrid" in type(model).__name__
+        make = host.hybrid_config_from_args if hybrid else host.gpt_config_from_args
+        model = make(job.args, model_config_cls=type(model))
+    return host.pretrain_cfg_container_from_args(job.args, model)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from dynatrain_megatron import platform
 from dynatrain_megatron.config import FLAG, DynaTrainConfig, compose, split_argv
-from dynatrain_megatron.errors import ConfigError, DynaTrainError, HostMismatch, PlatformError
+from dynatrain_megatron.errors import ConfigError, DynaTrainError, PlatformError
 from dynatrain_megatron.platform import flags
 
 _STARTED = time.time()
@@ -80,36 +80,19 @@ def prepare(argv: Sequence[str]) -> DynaTrainConfig | None:
     Raises:
         ConfigError: for a wrong override.
         PlatformError: for a flag that cannot work here.
-        HostMismatch: for a Megatron that this entry was not written for.
+        HostMismatch: for a Megatron or torch in which a name to be replaced is missing.
     """
     host_argv, overrides = split_argv(argv)
     config = None if overrides is None else compose(overrides)
     flags.refuse(host_argv, REFUSED, "in this entry")
     chosen = platform.install("auto" if config is None else config.platform)
     sys.argv = [sys.argv[0], *host_argv, *chosen.default_flags(host_argv)]
-    _check_host()
     return config
-
-
-def _check_host() -> None:
-    import megatron.core
-    import megatron.training.argument_utils
-
-    if not hasattr(megatron.training.argument_utils, "gpt_config_from_args"):
-        raise HostMismatch(
-            f"the installed megatron-core {megatron.core.__version__} cannot make a GPT model from "
-            "its flags (megatron.training.argument_utils.gpt_config_from_args is missing); "
-            "install megatron-core 0.19.2 or newer"
-        )
 
 
 def _train() -> None:
     from megatron.core.enums import ModelType
-    from megatron.training import pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training import argument_utils, pretrain, set_startup_timestamps
     from megatron.training.arguments import parse_and_validate_args
 
     from dynatrain_megatron.plugin import gpt_steps
@@ -118,13 +101,26 @@ def _train() -> None:
     args = parse_and_validate_args(
         extra_args_provider=_add_help, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
+    model = _model_arguments(args)
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        gpt_steps.datasets_provider,
-        ModelType.encoder_or_decoder,
-        gpt_steps.forward_step,
+        cfg_container=argument_utils.pretrain_cfg_container_from_args(args, model.pop("config")),
+        train_valid_test_dataset_provider=gpt_steps.datasets_provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=gpt_steps.forward_step,
         get_embedding_ranks=gpt_steps.embedding_ranks,
+        **model,
     )
+
+
+def _model_arguments(args: Any) -> dict[str, Any]:
+    """How ``pretrain`` learns of the model: a config from 0.19 on, a provider function before."""
+    from megatron.training import argument_utils
+
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        return {"config": argument_utils.gpt_config_from_args(args)}
+    from dynatrain_megatron.plugin.gpt_model import model_provider
+
+    return {"config": None, "model_provider": model_provider}
 
 
 class _PlainHelp(argparse.HelpFormatter):
