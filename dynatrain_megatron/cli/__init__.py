@@ -15,7 +15,10 @@ from typing import NoReturn
 from dynatrain_megatron import __version__
 from dynatrain_megatron.errors import DynaTrainError
 
-COMMANDS = {"demo": "dynatrain_megatron.cli.demo"}
+COMMANDS = {
+    "demo": "dynatrain_megatron.cli.demo",
+    "report": "dynatrain_megatron.cli.report",
+}
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -63,7 +63,10 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
     assert visited == [list(pair) for pair in pairwise(LAYOUTS)]
     for event in events:
         assert event["event"] == "switch" and event["ok"]
-        assert event["bytes"]["moved"] == event["bytes"]["lower_bound"] > 0
+        # dp4 with the plain optimizer holds everything on every rank: nothing has to move then
+        copies = str(event["source"]) == "dp4-noopt"
+        assert event["bytes"]["moved"] == event["bytes"]["lower_bound"]
+        assert (event["bytes"]["moved"] == 0) == copies
         assert sum(map(sum, event["bytes_matrix"])) == (
             event["bytes"]["moved"] + event["bytes"]["retained"]
         )
