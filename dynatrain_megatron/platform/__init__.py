@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "cuda", "cpu")
 
-# Set for ranks on CPU unless the user has set them; all but the last work only if they are there
-# before torch is imported.
+# Set for ranks on CPU unless the user has set them.
 CPU_ENVIRONMENT = {
-    "THP_MEM_ALLOC_ENABLE": "1",  # huge pages: receiving into fresh memory is four times faster
+    # Huge pages: receiving into fresh memory is four times faster. torch looks once, when the
+    # first tensor is made; importing torch makes none.
+    "THP_MEM_ALLOC_ENABLE": "1",
     "OMP_NUM_THREADS": "1",  # there are as many ranks as cores, or more
     "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron insists on it for tensor parallel
@@ -132,17 +133,8 @@ def _set_cpu_environment() -> None:
     """Set the defaults of :data:`CPU_ENVIRONMENT` that the user has not set."""
     torch = sys.modules.get("torch")
     for key, value in CPU_ENVIRONMENT.items():
-        if key in os.environ:
-            continue
-        os.environ[key] = value
-        if torch is None:
-            continue
-        if key == "THP_MEM_ALLOC_ENABLE":
-            logger.info(
-                "torch was imported before the platform, so tensors do not use huge pages; set "
-                "%s=%s in the environment to have them",
-                key,
-                value,
-            )
-        elif key == "OMP_NUM_THREADS":
-            torch.set_num_threads(int(value))
+        if key not in os.environ:
+            os.environ[key] = value
+            if key == "OMP_NUM_THREADS" and torch is not None:
+                # torch has read it already.
+                torch.set_num_threads(int(value))

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import io
 import json
+import queue
 import shutil
 import weakref
 from collections import defaultdict
@@ -42,8 +43,12 @@ def attach(directory: Path, *, poison: bool = True) -> None:
 
     Differences go to ``directory``/differences-<rank>.jsonl, one line a switch.
     """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     from dynatrain_megatron.plugin import session
 
+    # Saves here run in this process; the host would start another one for their results alone.
+    filesystem_async._results_queue = queue.Queue()
     real = session.switch
     old_params: list[weakref.ref[torch.Tensor]] = []
 

@@ -41,6 +41,7 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
     flags = [
         *TINY_LLAMA,
         *extra,
+        *("--data-cache-path", str(tmp_path / "cache")),
         *("--tensor-model-parallel-size", "2", "--train-iters", str(ITERATIONS)),
         *("--lr-warmup-iters", "3", "--weight-decay", "0.1", "--clip-grad", "1.0"),
     ]

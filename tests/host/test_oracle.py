@@ -58,6 +58,7 @@ def test_every_ordered_pair_of_layouts_is_bit_equal_to_save_and_reshard(
         [
             *case.flags,
             *oracle.ORACLE_FLAGS,
+            *("--data-cache-path", str(tmp_path / "cache")),
             *("--tensor-model-parallel-size", "2", "--train-iters", str(len(tour) + 2)),
         ],
         [tours.schedule(tour)],

@@ -136,17 +136,35 @@ def test_install_refuses_to_come_after_megatron() -> None:
     run_ranks(1, worker)
 
 
-def test_the_environment_is_set_before_torch_and_the_users_values_stay() -> None:
+def run_python(program: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+def test_the_users_environment_stays() -> None:
     program = (
         "import os, sys; from dynatrain_megatron import platform; platform._set_cpu_environment();"
         "assert 'torch' not in sys.modules;"
         "print(os.environ['THP_MEM_ALLOC_ENABLE'], os.environ['OMP_NUM_THREADS'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"OMP_NUM_THREADS": "3", "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=True,
+    assert run_python(program, OMP_NUM_THREADS="3") == ["1", "3"]
+
+
+@pytest.mark.host
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="this kernel has huge pages switched off",
+)
+def test_tensors_lie_in_huge_pages() -> None:
+    program = (
+        "import torch; from dynatrain_megatron import platform; platform._set_cpu_environment();"
+        "block = torch.ones(64 << 20, dtype=torch.uint8);"
+        "print([line for line in open('/proc/self/smaps_rollup') if 'AnonHuge' in line][0])"
     )
-    assert done.stdout.split() == ["1", "3"]
+    assert int(run_python(program)[1]) >= 48 << 10  # KiB
