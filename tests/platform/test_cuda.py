@@ -1,0 +1,45 @@
+"""The CUDA platform on a machine that has a GPU, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+from dynatrain_megatron import platform
+
+here = platform.install("auto")
+assert (here.name, here.backend, here.device.type) == ("cuda", "nccl", "cuda")
+assert here.default_flags(["--num-layers", "2"]) == []
+import torch
+
+before = here.allocated_bytes()
+block = torch.zeros(64 << 20, dtype=torch.uint8, device=here.device)
+here.synchronize()
+assert here.allocated_bytes() - before >= 64 << 20
+del block
+assert here.peak_bytes() - before >= 64 << 20
+here.reset_peak()
+here.empty_cache()
+assert here.peak_bytes() - before < 64 << 20
+seen = []
+thread = here.thread(lambda: seen.append(torch.cuda.current_device()), "test")
+thread.start()
+thread.join(60)
+assert seen == [here.device.index]
+print("all seen")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA device")
+def test_the_cuda_platform_is_torch_as_it_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0 and "all seen" in done.stdout, done.stderr
