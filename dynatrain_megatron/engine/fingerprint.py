@@ -11,6 +11,7 @@ since a product of odd weights is odd. Seeds come from the tensor's name and sta
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -165,6 +166,7 @@ def _weighted_sum(bits: torch.Tensor, weights: list[torch.Tensor]) -> int:
     return total & _MASK
 
 
+@functools.lru_cache(maxsize=256)  # layers share shapes, and a state's kinds share dims
 def _weights(seed: bytes, dim: int, start: int, stop: int) -> torch.Tensor:
     """Odd 64-bit weights of positions [start, stop) in one dim: splitmix64 of a counter."""
     base = np.uint64((int.from_bytes(seed[:8], "little") + dim * 0x632BE59BD9B4E019) & _MASK)
