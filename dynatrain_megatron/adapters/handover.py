@@ -7,7 +7,6 @@ takes the new one's class and shares its attributes: both names are one state fr
 
 from __future__ import annotations
 
-import gc
 from argparse import Namespace
 from typing import Any
 
@@ -45,7 +44,8 @@ def hand_over(
     """Commit: the job goes on in ``layout``; returns how many process groups were destroyed.
 
     The target's args and groups are in force already. Runs on every rank; destroying groups may
-    be collective on NCCL.
+    be collective on NCCL. Memory is freed at once; the empty objects of the old model are left to
+    Python's collector, which would take longer than the rest of a commit if it were run here.
     """
     from megatron.core.utils import get_model_config
 
@@ -64,7 +64,6 @@ def hand_over(
     del old_memory
     destroyed = groups.destroy(old_groups)
     close_iterators(old_iterators)
-    gc.collect()
     return destroyed
 
 
