@@ -22,12 +22,14 @@ from dynatrain_megatron import __version__
 from dynatrain_megatron.cli import demo_data, demo_report, demo_runs
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.observe.report import ChartsUnavailable, read_run, write_report
 
 SUMMARY = "train twice on CPU ranks, once with four layout switches, and compare"
 
 WORLD = 4
 LAYOUTS = tuple(ParallelLayout.parse(text) for text in ("tp2-dp2", "pp2-dp2", "tp4", "pp4", "dp4"))
 RUNS = ("static", "switched")
+REPORT = "report"
 MARKER = "demo.json"
 """Kept in the output folder: says that the folder is the demo's, and holds the last result."""
 
@@ -84,12 +86,16 @@ def run(args: argparse.Namespace) -> int:
         iterations=args.iterations,
         switches=len(schedule),
     )
+    report = _write_report(runs, out / REPORT, progress)
     told = demo_report.as_json(result, runs, time.monotonic() - started)
+    told["report"] = None if report is None else str(report)
     (out / MARKER).write_text(json.dumps({"dynatrain": __version__, "result": told}, indent=2))
     if args.json:
         print(json.dumps(told, indent=2))
     else:
         _print_result(result, runs, told["seconds"])
+        if report is not None:
+            print(f"Report, with charts: {report}")
     return 0 if result.agrees else 1
 
 
@@ -115,7 +121,7 @@ def claim_folder(out: Path) -> None:
         )
     out.mkdir(parents=True, exist_ok=True)
     (out / MARKER).write_text(json.dumps({"dynatrain": __version__}))
-    for name in RUNS:
+    for name in (*RUNS, REPORT):
         shutil.rmtree(out / name, ignore_errors=True)
 
 
@@ -127,6 +133,16 @@ def _iterations(text: str) -> int:
             f"{text} is too few: {len(LAYOUTS)} layouts need a step each"
         )
     return int(text)
+
+
+def _write_report(runs: dict[str, Path], out: Path, progress: Console) -> Path | None:
+    """The page of the switched run beside the static one; None, and why, without matplotlib."""
+    try:
+        with progress.status("Drawing the report …"):
+            return write_report(read_run(runs["switched"]), read_run(runs["static"]), out).page
+    except ChartsUnavailable as error:
+        progress.print(f"No report: {error}", highlight=False, soft_wrap=True)
+        return None
 
 
 def _print_result(result: demo_report.Comparison, runs: dict[str, Path], seconds: float) -> None:

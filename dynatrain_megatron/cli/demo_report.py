@@ -13,6 +13,8 @@ from rich.table import Table
 
 from dynatrain_megatron.cli.demo_runs import Step, parse_step
 from dynatrain_megatron.errors import DynaTrainError
+from dynatrain_megatron.observe.report import relative_difference
+from dynatrain_megatron.observe.units import duration, size
 
 TOLERANCE = 1e-6
 """How far a loss may be from the never-switched run's, relative to it."""
@@ -95,13 +97,6 @@ def compare(static_dir: Path, switched_dir: Path, *, iterations: int, switches: 
     )
 
 
-def relative_difference(value: float, reference: float) -> float:
-    """|value − reference| ÷ |reference|; NaN where either is NaN."""
-    if value == reference:
-        return 0.0
-    return abs(value - reference) / abs(reference) if reference else math.inf
-
-
 def as_json(result: Comparison, runs: Mapping[str, Path], seconds: float) -> dict[str, Any]:
     """The comparison as plain data; what is not a finite number becomes null."""
     return {
@@ -142,8 +137,8 @@ def print_table(console: Console, result: Comparison) -> None:
             str(switch.iteration),
             switch.source,
             switch.target,
-            _duration(switch.stall_s),
-            _size(switch.bytes_moved),
+            duration(switch.stall_s),
+            size(switch.bytes_moved),
             f"{switch.bytes_ratio:.3f}",
             f"{switch.max_loss_difference:.1e}",
         )
@@ -206,14 +201,3 @@ def _finite(value: float) -> float | None:
 
 def _abbreviate(numbers: Sequence[int]) -> str:
     return f"{len(numbers)} lines ({', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)})"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} B"
