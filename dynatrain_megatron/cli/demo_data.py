@@ -5,17 +5,15 @@ network. One module is one document; a token is one byte, and END_OF_DOCUMENT cl
 """
 
 import json
-import logging
 import sys
 import sysconfig
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from dynatrain_megatron.adapters.datasets import write_indexed
 from dynatrain_megatron.errors import DynaTrainError
 
 END_OF_DOCUMENT = 256
@@ -82,28 +80,4 @@ def build(directory: Path) -> TextDataset:
 
 def write_dataset(prefix: Path, documents: Iterable[bytes]) -> TextDataset:
     """Write `documents` with Megatron's own builder as `prefix`.bin and `prefix`.idx."""
-    indexed_dataset = _import_indexed_dataset()
-    builder = indexed_dataset.IndexedDatasetBuilder(
-        indexed_dataset.get_bin_path(str(prefix)), dtype=np.uint16
-    )
-    count = num_tokens = 0
-    for document in documents:
-        tokens = encode(document)
-        builder.add_document(tokens, [len(tokens)])
-        count += 1
-        num_tokens += len(tokens)
-    builder.finalize(indexed_dataset.get_idx_path(str(prefix)))
-    return TextDataset(prefix, count, num_tokens)
-
-
-def _import_indexed_dataset() -> Any:
-    """Import Megatron's dataset module without its start-up notices about optional packages."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets import indexed_dataset
-    finally:
-        logging.disable(disabled)
-    return indexed_dataset
+    return TextDataset(prefix, *write_indexed(prefix, map(encode, documents)))
