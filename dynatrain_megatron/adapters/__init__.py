@@ -6,6 +6,7 @@
 ``skeleton``   model, optimizer, scheduler and iterators of the target, without initialisation
 ``handover``   the objects Megatron's frames already hold take the new ones' place
 ``support``    what is not supported yet, refused by name
+``datasets``   indexed datasets written
 
 Megatron is imported inside functions: the platform must be installed first.
 """
