@@ -23,10 +23,12 @@ def release(tensors: Iterable[torch.Tensor]) -> int:
 
     The tensors and all their views survive as objects without memory: reading one afterwards is an
     error of the caller. Megatron's own frame keeps references to a model it handed to ``train``,
-    so dropping ours would free nothing.
+    so dropping ours would free nothing. Memory that NumPy has looked at, as Megatron's check of
+    weight hashes does on a CPU, cannot be taken away; it goes with the last reference to it.
     """
     freed = 0
     for storage in distinct_storages(tensors):
-        freed += storage.nbytes()
-        storage.resize_(0)
+        if storage.resizable():
+            freed += storage.nbytes()
+            storage.resize_(0)
     return freed

@@ -17,3 +17,10 @@ def test_release_frees_memory_that_others_still_refer_to() -> None:
     assert flat.untyped_storage().nbytes() == 0
     assert view.shape == (2**20 - 5,)  # the object survives
     assert torch.equal(other, torch.ones(4))
+
+
+def test_release_leaves_alone_what_numpy_shares() -> None:
+    shared, own = torch.ones(8), torch.ones(4)
+    seen = shared.numpy()
+    assert release([shared, own]) == 16
+    assert seen.sum() == 8 and own.untyped_storage().nbytes() == 0
