@@ -17,6 +17,7 @@ moved as they are.
 from __future__ import annotations
 
 import itertools
+import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -210,11 +211,19 @@ class HostState:
             for group in opt.optimizer.param_groups:
                 for param in group["params"]:
                     yield param.detach()
-                    if param.grad is not None:
-                        yield param.grad
+                    grad = _grad(param)
+                    if grad is not None:
+                        yield grad
                     for value in opt.optimizer.state[param].values():
                         if isinstance(value, torch.Tensor):
                             yield value
+
+
+def _grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient Megatron has set; torch warns where a main parameter that is a view has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+        return param.grad
 
 
 def merge_steps(all_steps: Iterable[Steps]) -> Steps:
