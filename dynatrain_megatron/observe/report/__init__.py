@@ -55,8 +55,8 @@ def write_report(run: Run, static: Run | None, out: Path) -> Report:
         ) from error
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is not a folder; name a new or another one")
-    page, pictures = build.build(run, static)
     out.mkdir(parents=True, exist_ok=True)
+    page, pictures = build.build(run, static)
     for name in PICTURES:
         (out / name).unlink(missing_ok=True)
     for name, png in pictures.items():

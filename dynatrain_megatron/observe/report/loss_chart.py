@@ -66,8 +66,10 @@ def draw_loss(sheet: Sheet, run: Run, static: Run | None) -> None:
     differences = loss_differences(run, static) if static else {}
     span = _span(run, static)
     plot_width = sheet.form.width - inches.left - inches.right
-    poles = [(s.iteration + 0.5 - span[0]) / (span[1] - span[0]) * plot_width for s in run.switches]
-    labels = _place_labels(sheet, run.switches, poles, plot_width + inches.right)
+    # A run that was restarted may have gone back behind a switch.
+    switches = sorted(run.switches, key=lambda switch: switch.iteration)
+    poles = [(s.iteration + 0.5 - span[0]) / (span[1] - span[0]) * plot_width for s in switches]
+    labels = _place_labels(sheet, switches, poles, plot_width + inches.right)
     rows = 1 + max((label.flag.row for label in labels), default=-1)
     under = inches.gap + inches.below if differences else 0.0
     floor = inches.bottom + under
@@ -75,7 +77,7 @@ def draw_loss(sheet: Sheet, run: Run, static: Run | None) -> None:
 
     axes = sheet.axes(inches.left, floor, plot_width, inches.main)
     axes.set_xlim(span)
-    _draw_bands(axes, run.switches, sheet)
+    _draw_bands(axes, switches, sheet)
     _draw_losses(axes, run, static, sheet)
     for label in labels:
         _draw_label(sheet, label, inches.left, floor + inches.main)
@@ -84,7 +86,7 @@ def draw_loss(sheet: Sheet, run: Run, static: Run | None) -> None:
     if differences:
         bottom = sheet.axes(inches.left, inches.bottom, plot_width, inches.below)
         bottom.set_xlim(span)
-        _draw_bands(bottom, run.switches, sheet)
+        _draw_bands(bottom, switches, sheet)
         _draw_differences(bottom, differences, sheet)
         axes.tick_params(labelbottom=False)
         sheet.text(
@@ -98,10 +100,10 @@ def draw_loss(sheet: Sheet, run: Run, static: Run | None) -> None:
 
 
 def _span(run: Run, static: Run | None) -> tuple[float, float]:
-    """From half a step before the first step to half a step after the last."""
+    """All steps and switches, with half a step on both sides."""
     seen = [step.iteration for step in (*run.steps, *(static.steps if static else ()))]
     marks = [switch.iteration for switch in run.switches] + [r.iteration for r in run.refusals]
-    return min(seen) - 0.5, max(*seen, *(mark + 1 for mark in marks)) + 0.5
+    return min(seen + marks) - 0.5, max(seen + [mark + 1 for mark in marks]) + 0.5
 
 
 def _place_labels(

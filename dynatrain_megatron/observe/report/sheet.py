@@ -7,6 +7,7 @@ display is needed, and a user's own matplotlibrc has no say.
 import io
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -110,11 +111,13 @@ class Sheet:
 
     def fit_arrow(self, number: str, source: str, target: str, inches: float, **style: Any) -> str:
         """``1  tp2 → pp2`` in ``inches``: both names cut alike as far as needed."""
-        for most in range(max(len(source), len(target), 3), 2, -1):
-            text = f"{number}  {shorten(source, most)} → {shorten(target, most)}"
-            if self.width_of(text, **style) <= inches:
-                break
-        return text
+
+        def cut(most: int) -> str:
+            return f"{number}  {shorten(source, most)} → {shorten(target, most)}"
+
+        lengths = range(3, max(len(source), len(target), 3) + 1)
+        too_long = bisect_right(lengths, inches, key=lambda most: self.width_of(cut(most), **style))
+        return cut(lengths[max(too_long - 1, 0)])
 
     def png(self) -> bytes:
         """The figure as a PNG of at most 256 colours, which is a third of the size."""
