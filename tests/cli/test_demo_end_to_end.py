@@ -44,6 +44,7 @@ def test_the_demo_switches_four_times_and_keeps_the_losses(tmp_path: Path) -> No
         assert switch["stall_s"] > 0
         assert switch["bytes_moved"] == switch["bytes_lower_bound"] > 0
     assert told["last_loss"] < told["first_loss"]
+    assert "over 10 steps" in Path(told["report"]).read_text()
     assert json.loads((out / "demo.json").read_text())["result"] == told
     for name in ("static", "switched"):
         assert len((out / name / "steps.jsonl").read_text().splitlines()) == 10
