@@ -95,6 +95,8 @@ class DynaTrainConfig:
     on_refusal: OnRefusal = OnRefusal["continue"]
     engine: EngineConfig = field(default_factory=EngineConfig)
     record_steps: bool = True
+    save_after_switch: bool = False
+    """Whether each switch is followed by a checkpoint in the new layout, with Megatron's --save."""
 
     def __post_init__(self) -> None:
         """Check each value, then what they mean together."""
@@ -146,6 +148,7 @@ _ALLOWED = {
     "engine.verify": _one_of(Verify),
     "engine.timeout_s": "a number above 0 (seconds)",
     "record_steps": "true or false",
+    "save_after_switch": "true or false",
 }
 _GROUPS = {key.partition(".")[0] for key in _ALLOWED if "." in key}
 

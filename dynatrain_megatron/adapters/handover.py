@@ -25,6 +25,30 @@ def finish_in_flight() -> None:
     maybe_finalize_async_save(blocking=True)
 
 
+def sync_functions(config: Any) -> dict[str, Any]:
+    """What ``train`` binds to the model in its config, and insists on finding unbound."""
+    names = ("no_sync_func", "grad_sync_func", "param_sync_func")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def stay(job: Job, functions: dict[str, Any]) -> None:
+    """Make ``train`` enterable again with the objects it had; collective over the layout in force.
+
+    ``functions`` are the :func:`sync_functions` from before it was entered. It begins without
+    gathering parameters, of which the last step may have left only this rank's shards up to date.
+    """
+    from megatron.training.training import should_disable_forward_pre_hook
+
+    for name, function in functions.items():
+        setattr(job.config, name, function)
+    if should_disable_forward_pre_hook(job.args):
+        prepare = getattr(job.optimizer, "prepare_model_params_for_param_sync", None)
+        if prepare is not None:  # since megatron-core 0.19
+            prepare()
+        for chunk in job.model:
+            chunk.start_param_sync(force_sync=True)
+
+
 def become(old: Any, new: Any) -> None:
     """``old`` takes ``new``'s class and shares its attribute dictionary."""
     if old is new or old is None:
@@ -49,7 +73,7 @@ def hand_over(
     """
     from megatron.core.utils import get_model_config
 
-    old_memory = list(source.tensors())
+    old_memory, old_model = list(source.tensors()), list(job.model)
     old_iterators = job.iterators
     job.model[:] = skeleton.model
     become(job.optimizer, skeleton.optimizer)
@@ -61,16 +85,33 @@ def hand_over(
     _reset_trackers()
     job.layout, job.baseline = layout, baseline
     release(old_memory)
-    del old_memory
+    _take_apart(old_model)
+    del old_memory, old_model
     destroyed = groups.destroy(old_groups)
     close_iterators(old_iterators)
     return destroyed
 
 
+def _take_apart(model: list[Any]) -> None:
+    """Let go of all that the old modules hold, process groups with threads and sockets above all.
+
+    The collector cannot free them by itself: modules such as token dispatchers keep tensors of
+    their last step, whose graph reaches, out of its sight, the gradient hooks that hold the model.
+    """
+    for chunk in model:
+        for module in list(chunk.modules()):
+            vars(module).clear()
+
+
 def _reset_trackers() -> None:
-    """Metric trackers keep the groups they reduce over; they are empty right after a log line."""
+    """Metric trackers keep the groups they reduce over; each step's values are logged and gone.
+
+    What the MTP tracker counts over the whole run stays: the rank that writes it keeps its place.
+    """
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     get_moe_metrics_tracker()._metrics.clear()
-    MTPLossLoggingHelper.tracker.clear()
+    tracker = MTPLossLoggingHelper.tracker
+    for name in [name for name in tracker if not name.startswith("cumulative_")]:
+        del tracker[name]

@@ -1,23 +1,45 @@
-"""What a switch does not support yet: one table, asked before anything is changed."""
+"""What becomes of the options of Megatron that a switch could break: one table.
+
+An option is here if it holds state across iterations outside the model and its optimizer, or if its
+state lies where a switch cannot read it. Each is carried through a switch, restarted by it, or a
+reason to refuse it; the refused ones are asked for before anything is changed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout
 
 
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """A host feature under which a switch is refused; ``seen`` says whether a run uses it."""
+class Fate(StrEnum):
+    """What a switch does to an option's state."""
 
+    carried = "carried"
+    restarted = "restarted"
+    refused = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: its flag, its fate and how or why.
+
+    Of a refused option ``seen`` tells what a run's arguments have of it, None if nothing, and
+    ``instead`` what to do, if that is not to leave the flag out.
+    """
+
+    what: str
     flag: str
-    seen: Callable[[Namespace], Any]
-    why: str
+    fate: Fate
+    how: str
+    seen: Callable[[Namespace], Any] | None = None
+    instead: str = ""
 
 
 def _set(name: str, off: Any = None) -> Callable[[Namespace], Any]:
@@ -28,70 +50,147 @@ def _set(name: str, off: Any = None) -> Callable[[Namespace], Any]:
     return seen
 
 
-_OTHER_STATE = "its state lies in places this version does not read"
-_RESTARTS = "it keeps state in Megatron's training loop, which a switch re-enters"
+def _is(name: str, wrong: str) -> Callable[[Namespace], Any]:
+    return lambda args: wrong if getattr(args, name, None) == wrong else None
 
-UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported("--yaml-cfg", _set("yaml_cfg"), "arguments are rebuilt from command-line flags"),
-    Unsupported("--use-megatron-fsdp", _set("use_megatron_fsdp"), _OTHER_STATE),
-    Unsupported("--use-torch-fsdp2", _set("use_torch_fsdp2"), _OTHER_STATE),
-    Unsupported("--optimizer", _set("optimizer", "adam"), _OTHER_STATE),
-    Unsupported(
-        "--use-precision-aware-optimizer", _set("use_precision_aware_optimizer"), _OTHER_STATE
+
+def _one_logger(args: Namespace) -> Any:
+    # On by default, but the package is NVIDIA's own, and without it Megatron goes on without.
+    found = importlib.util.find_spec("one_logger") is not None
+    return True if args.enable_one_logger and found else None
+
+
+def _weight_shards(args: Namespace) -> Any:
+    shards = args.tensor_parallel_num_weight_shards or 0
+    return shards if shards > args.tensor_model_parallel_size else None
+
+
+def _carried(what: str, flag: str, how: str) -> Option:
+    return Option(what, flag, Fate.carried, how)
+
+
+def _restarted(what: str, flag: str, how: str) -> Option:
+    return Option(what, flag, Fate.restarted, how)
+
+
+def _refused(
+    what: str, flag: str, why: str, seen: Callable[[Namespace], Any] | None = None
+) -> Option:
+    return Option(what, flag, Fate.refused, why, seen or _set(flag[2:].replace("-", "_")))
+
+
+_OTHER_STATE = "its state lies in places this version does not read"
+_GRAPHS = "graphs hold the old layout's memory"
+_OLD_GROUPS = "its buffers hold the old layout's process groups"
+_IN_LOOP = "Megatron sets it up when it enters its training loop, so once more after a switch"
+
+OPTIONS: tuple[Option, ...] = (
+    # First, for then Megatron's arguments have none of the names that other rows look at.
+    _refused("YAML arguments", "--yaml-cfg", "arguments are made again from command-line flags"),
+    # What is logged.
+    _carried("log totals", "--log-interval", "loss sums and counts go into the next train() call"),
+    _carried("timers", "--timing-log-level", "stopped for the time of the switch, not reset"),
+    _carried("throughput", "--log-throughput", "from the same timer and the count of operations"),
+    _carried("TensorBoard", "--tensorboard-dir", "same writer, on the last rank of the world"),
+    _carried("Weights & Biases", "--wandb-project", "same run, on the last rank of the world"),
+    _carried("progress log", "--log-progress", "count of operations and start time go on"),
+    _restarted(
+        "MoE metrics", "--num-experts", "empty after each step; the groups they hold are dropped"
     ),
-    Unsupported("--optimizer-cpu-offload", _set("optimizer_cpu_offload"), _OTHER_STATE),
-    Unsupported(
-        "--use-layer-wise-distributed-optimizer",
-        _set("use_layer_wise_distributed_optimizer"),
-        _OTHER_STATE,
+    _carried(
+        "MTP metrics",
+        "--mtp-num-layers",
+        "acceptance counts stay; the groups they hold are dropped",
     ),
-    Unsupported("--fp8-format", _set("fp8"), _OTHER_STATE),
-    Unsupported("--fp4-format", _set("fp4"), _OTHER_STATE),
-    Unsupported(
-        "--tensor-parallel-num-weight-shards",
-        lambda args: getattr(args, "gtp_weight_remat_size", 1) > 1 or None,
-        _OTHER_STATE,
+    _restarted(
+        "memory report",
+        "--log-memory-interval",
+        "Megatron's report of the first steps is printed once more, for the new layout",
     ),
-    Unsupported("--moe-use-upcycling", _set("moe_use_upcycling"), "it builds a second model"),
-    Unsupported("--perform-rl-step", _set("perform_rl_step"), _RESTARTS),
-    Unsupported("--inprocess-restart", _set("inprocess_restart"), _RESTARTS),
-    Unsupported("--cuda-graph-impl", _set("cuda_graph_impl", "none"), "graphs hold old memory"),
-    Unsupported("--optimizer-cuda-graph", _set("optimizer_cuda_graph"), "graphs hold old memory"),
-    Unsupported("--tp-comm-overlap", _set("tp_comm_overlap"), "user buffers hold old groups"),
-    Unsupported("--use-nccl-ub", _set("nccl_ub"), "user buffers hold old groups"),
-    Unsupported("--profile", _set("profile"), _RESTARTS),
-    Unsupported("--log-straggler", _set("log_straggler"), _RESTARTS),
-    Unsupported("--log-energy", _set("log_energy"), _RESTARTS),
-    Unsupported("--moe-routing-trace-path", _set("moe_routing_trace_path"), _RESTARTS),
-    Unsupported(
-        "--run-workload-inspector-server", _set("run_workload_inspector_server"), _RESTARTS
+    # Evaluation, saving, ends.
+    _carried("evaluation", "--eval-interval", "the consumed validation samples are the position"),
+    _carried("skipped iterations", "--iterations-to-skip", "counted in the arguments"),
+    _restarted("checkpoints", "--save-interval", "cached save plans are dropped"),
+    _carried("asynchronous saves", "--async-save", "finished before the switch begins"),
+    _carried("exit at an iteration", "--exit-interval", "the iteration goes on"),
+    _carried("exit after a time", "--exit-duration-in-mins", "the clock of the process goes on"),
+    _carried("exit on a signal", "--exit-signal-handler", "the handler stays; an exit comes first"),
+    _refused("autoresume", "--adlr-autoresume", "its package could not be had for a test"),
+    # What watches the run.
+    _carried(
+        "rerun state machine",
+        "--rerun-mode",
+        "its counters stay; a rank new to the last stage starts its own statistics of losses",
     ),
-    Unsupported("--fault-injector-ranks", _set("fault_injector_ranks"), _RESTARTS),
-    Unsupported("--fault-injector-num-ranks", _set("fault_injector_num_ranks"), _RESTARTS),
-    Unsupported(
+    _restarted(
+        "weight hashes",
+        "--check-weight-hash-across-dp-replicas-interval",
+        "compared once more, right after the switch",
+    ),
+    _restarted("manual garbage collection", "--manual-gc", "collects once more after the switch"),
+    _restarted(
+        "time limit of groups",
+        "--distributed-timeout-seconds-after-init",
+        "set on the new groups after their first step",
+    ),
+    _restarted("loader workers", "--num-workers", "the old layout's are ended, new ones started"),
+    _refused("profiler", "--profile", _IN_LOOP),
+    _refused("straggler detector", "--log-straggler", _IN_LOOP),
+    _refused("energy monitor", "--log-energy", _IN_LOOP),
+    Option("one-logger", "one-logger", Fate.refused, _IN_LOOP, _one_logger, "add --no-one-logger"),
+    _refused("fault tolerance package", "--enable-ft-package", "a switch may exceed its limits"),
+    _refused("fault injector", "--fault-injector-ranks", _IN_LOOP),
+    _refused("fault injector", "--fault-injector-num-ranks", _IN_LOOP),
+    _refused("router tracer", "--moe-routing-trace-path", _IN_LOOP),
+    _refused("workload inspector", "--run-workload-inspector-server", _IN_LOOP),
+    _refused("in-process restart", "--inprocess-restart", "it restarts ranks in the old layout"),
+    _refused("RL step", "--perform-rl-step", "it has a second model and loads checkpoints"),
+    # What holds memory or groups.
+    _refused("CUDA graphs", "--cuda-graph-impl", _GRAPHS, _set("cuda_graph_impl", "none")),
+    _refused("CUDA graph of the optimizer", "--optimizer-cuda-graph", _GRAPHS),
+    _refused("userbuffers", "--tp-comm-overlap", _OLD_GROUPS),
+    _refused("NCCL userbuffers", "--use-nccl-ub", _OLD_GROUPS, _set("nccl_ub")),
+    _refused("paged stash", "--moe-expert-rank-capacity-factor", "it is bound to the old model"),
+    _refused(
+        "local checkpoints",
         "--non-persistent-ckpt-type",
-        lambda args: (
-            "local" if getattr(args, "non_persistent_ckpt_type", None) == "local" else None
-        ),
-        "its manager is bound to the launch's groups",
+        "their manager is bound to the launch's groups",
+        _is("non_persistent_ckpt_type", "local"),
     ),
-    Unsupported(
+    _refused(
+        "persistent checkpoint worker",
+        "--use-persistent-ckpt-worker",
+        "it starts on GPUs only, where no switch has run with it yet",
+    ),
+    _refused("indexer loss", "--dsa-indexer-loss-coeff", "its metrics hold the old groups"),
+    # What keeps its state elsewhere.
+    _refused("FSDP", "--use-megatron-fsdp", _OTHER_STATE),
+    _refused("FSDP", "--use-torch-fsdp2", _OTHER_STATE),
+    _refused("optimizers but Adam", "--optimizer", _OTHER_STATE, _set("optimizer", "adam")),
+    _refused("precision-aware optimizer", "--use-precision-aware-optimizer", _OTHER_STATE),
+    _refused("optimizer on the CPU", "--optimizer-cpu-offload", _OTHER_STATE),
+    _refused("FP8", "--fp8-format", _OTHER_STATE, _set("fp8")),
+    _refused("FP4", "--fp4-format", _OTHER_STATE, _set("fp4")),
+    _refused("weight shards", "--tensor-parallel-num-weight-shards", _OTHER_STATE, _weight_shards),
+    _refused("upcycling", "--moe-use-upcycling", "it builds a second model"),
+    _refused(
+        "external loader",
         "--dataloader-type",
-        lambda args: "external" if args.dataloader_type == "external" else None,
         "this version cannot move another program's loader to a new position",
+        _is("dataloader_type", "external"),
     ),
 )
 
 
 def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:
     """Raise :class:`SwitchRefused` naming the first feature in use that a switch cannot carry."""
-    for row in UNSUPPORTED:
-        value = row.seen(args)
+    for row in OPTIONS:
+        value = None if row.seen is None else row.seen(args)
         if value is not None:
             shown = "" if value is True else f" {value}"
             raise SwitchRefused(
-                f"{row.flag}{shown} is not supported in a switch: {row.why}",
-                f"run without {row.flag}, or stay in layout {source}",
+                f"{row.flag}{shown} is not supported in a switch: {row.how}",
+                f"{row.instead or f'run without {row.flag}'}, or stay in layout {source}",
             )
     if target.cp > 1 and args.transformer_impl == "local":
         raise SwitchRefused(
@@ -105,3 +204,13 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
             f"mbs{target.mbs}) would change which samples a step sees",
             "use --dataloader-type single",
         )
+
+
+def options_table() -> str:
+    """The table as Markdown, sorted by fate; docs/options.md holds it."""
+    rows = ["| option | flag | a switch | how, or why |", "|---|---|---|---|"]
+    for fate in Fate:
+        for row in OPTIONS:
+            if row.fate is fate:
+                rows.append(f"| {row.what} | `{row.flag}` | {fate} | {row.how} |")
+    return "\n".join(rows) + "\n"

@@ -14,17 +14,18 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynatrain_megatron.adapters.arguments import LaunchArguments, layout_of
+from dynatrain_megatron.adapters.handover import stay, sync_functions
 from dynatrain_megatron.adapters.job import Iterators, Job, Recipe
 from dynatrain_megatron.config import DynaTrainConfig, OnRefusal, ScheduleStep, Verify
 from dynatrain_megatron.errors import LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.observe import RunLog, progress
 from dynatrain_megatron.planner import PlanOptions
-from dynatrain_megatron.transition import check_request, switch
+from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport
 
 Original = Callable[..., Any]
@@ -33,6 +34,15 @@ Call = inspect.BoundArguments
 
 class SwitchNow(BaseException):
     """Leaves ``train`` at a step boundary. Not an Exception: no handler of the host may eat it."""
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A switch that has passed every check, and the seconds that took."""
+
+    step: ScheduleStep
+    target: Target
+    prepare_s: float
 
 
 class Session:
@@ -51,8 +61,12 @@ class Session:
         self._build_iterators: Original | None = None
         self._test_iterators: list[Any] = []
         self._totals: dict[str, Any] = {}
+        self._num_entries = 0
         self._num_switches = 0
         self._boundary_s = 0.0
+        self._due: _Due | None = None
+        self._saved_iteration: int | None = None
+        self._save_pending = False
 
     # -- before training ---------------------------------------------------------------------
 
@@ -73,6 +87,12 @@ class Session:
         """Say before the start what will be refused; with ``on_refusal: fail`` do not start."""
         assert self._launch is not None and self._launch_layout is not None
         source = self._launch_layout
+        if self.config.save_after_switch and not args.save:
+            _end(
+                "save_after_switch=true needs a directory for the checkpoints; add --save DIR or "
+                "leave save_after_switch out",
+                args.rank,
+            )
         if self.config.source != "auto":
             try:
                 declared = derive(source, self.config.source, args.world_size)
@@ -126,11 +146,14 @@ class Session:
             return original(*call.args, **call.kwargs)
         self.job = job
         while True:
+            self._num_entries += 1
+            functions = sync_functions(job.config)
             try:
                 return original(*call.args, **call.kwargs)
             except SwitchNow:
                 pass
-            self._switch(job)
+            if not self._switch(job):
+                stay(job, functions)
             call.arguments["train_data_iterator"] = job.iterators.train
             call.arguments["valid_data_iterator"] = job.iterators.valid
 
@@ -139,8 +162,9 @@ class Session:
 
         if self._setup is None or self._build_iterators is None or self._launch is None:
             raise SwitchRefused(
-                "train() was called without Megatron's own prologue (arguments, model set-up, "
-                "data iterators), so there is nothing to build another layout from",
+                "train() was called without Megatron's own prologue (command-line flags and not "
+                "--yaml-cfg, model set-up, data iterators), so there is nothing to build another "
+                "layout from",
                 "start the run through megatron.training.pretrain",
             )
         assert self._launch_layout is not None and self._baseline is not None
@@ -149,6 +173,7 @@ class Session:
         setup, setup_call = self._setup
         tests = self._test_iterators
         virtual = args.virtual_pipeline_model_parallel_size is not None
+        self._test_iterators = []  # the job has them; what it drops must be free to go
         return Job(
             launch=self._launch,
             recipe=Recipe(
@@ -186,15 +211,36 @@ class Session:
             return should_exit
         job.iteration = call.arguments["iteration"]
         job.num_flops = call.arguments["num_floating_point_operations_so_far"]
-        due = bool(self._pending) and job.iteration >= self._pending[0].iteration
-        if due and job.iteration < job.args.train_iters:
-            self._boundary_s = time.perf_counter()
+        if self._save_pending and job.iteration < job.args.train_iters:
+            self._save(job)  # after the last step the host saves by itself
+        if job.iteration < job.args.train_iters and self._switch_is_due(job):
             raise SwitchNow
         return should_exit
 
+    def _switch_is_due(self, job: Job) -> bool:
+        """Whether a switch begins here; an impossible one is refused without leaving the loop."""
+        if not self._pending or job.iteration < self._pending[0].iteration:
+            return False
+        assert self._launch is not None and self._launch_layout is not None
+        self._boundary_s = time.perf_counter()
+        step = self._pending.pop(0)
+        try:
+            target = check_request(
+                step.layout_changes,
+                launch=self._launch,
+                launch_layout=self._launch_layout,
+                source=job.layout,
+                args=job.args,
+            )
+        except SwitchRefused as refusal:
+            self._refused(job, step, refusal)
+            return False
+        self._due = _Due(step, target, time.perf_counter() - self._boundary_s)
+        return True
+
     def on_training_log(self, original: Original, call: Call) -> Any:
         """Make the log read as if ``train`` had never been left, and record the step."""
-        if self._num_switches:
+        if self._num_entries > 1:
             if "is_first_iteration" in inspect.signature(original).parameters:
                 call.arguments["is_first_iteration"] = False
             call.arguments["total_loss_dict"] = self._totals
@@ -214,38 +260,70 @@ class Session:
         """Save the position of the training iterator in force."""
         if self.job is not None and self._num_switches:
             call.arguments["train_data_iterator"] = self.job.iterators.train
-        return original(*call.args, **call.kwargs)
+        result = original(*call.args, **call.kwargs)
+        if not call.arguments.get("non_persistent_ckpt"):
+            self._saved_iteration, self._save_pending = call.arguments["iteration"], False
+        return result
 
     # -- switching ---------------------------------------------------------------------------
 
-    def _switch(self, job: Job) -> None:
-        """Do what is due at this boundary; the job goes on in the old layout where refused."""
+    def _switch(self, job: Job) -> bool:
+        """Do what is due at this boundary; False where the job stays in the old layout."""
         from megatron.training import get_timers
 
-        assert self._launch is not None and self._launch_layout is not None
+        assert self._due is not None
+        due, self._due = self._due, None
         job.args.iteration = job.iteration
         job.args.num_floating_point_operations_so_far = job.num_flops
         for timer in get_timers()._timers.values():
             if timer._started:
                 timer.stop()
-        step = self._pending.pop(0)
-        begin = time.perf_counter()
         try:
-            target = check_request(
-                step.layout_changes,
-                launch=self._launch,
-                launch_layout=self._launch_layout,
-                source=job.layout,
-                args=job.args,
-            )
-            prepare_s = time.perf_counter() - begin
-            report = switch(job, target, self._options())
+            report = switch(job, due.target, self._options())
         except SwitchRefused as refusal:
-            self._refused(job, step, refusal)
-            return
+            self._refused(job, due.step, refusal)
+            return False
         self._num_switches += 1
-        report.seconds = {"prepare": prepare_s, **report.seconds}
+        report.seconds = {"prepare": due.prepare_s, **report.seconds}
+        if self.config.save_after_switch:
+            begin = time.perf_counter()
+            self._save(job)
+            report.seconds["save"] = time.perf_counter() - begin
         self._done(job, report, time.perf_counter() - self._boundary_s)
+        return True
+
+    def _save(self, job: Job) -> None:
+        """Write a checkpoint in the layout in force, as Megatron's loop does; collective.
+
+        An iteration that is saved already is left alone: writing over a good checkpoint would leave
+        none for a while. The checkpoint is then written one step later.
+        """
+        from megatron.training import get_timers, training
+
+        if self._saved_iteration == job.iteration:
+            self._save_pending = True
+            progress(
+                job.args.rank,
+                f"iteration {job.iteration} was saved in the layout before; the checkpoint in "
+                f"{job.layout} follows after the next step",
+            )
+            return
+        # The host stops this timer while it saves; train() has it running, and starts it itself.
+        timer = get_timers()("interval-time", log_level=0)
+        between_trains = not timer._started
+        if between_trains:
+            timer.start()
+        training.save_checkpoint_and_time(
+            job.iteration,
+            job.model,
+            job.optimizer,
+            job.scheduler,
+            job.num_flops,
+            job.checkpointing_context,
+            train_data_iterator=job.iterators.train,
+        )
+        if between_trains:
+            timer.stop()
 
     def _options(self) -> SwitchOptions:
         engine = self.config.engine

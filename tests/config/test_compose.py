@@ -23,7 +23,7 @@ from dynatrain_megatron.layout import LAYOUT_KEYS
 KEYS = (
     "source", "target", "switch_at", "schedule", "run_dir", "platform", "on_refusal",
     "engine.schedule", "engine.staging_mib", "engine.window_ops", "engine.verify",
-    "engine.timeout_s", "record_steps",
+    "engine.timeout_s", "record_steps", "save_after_switch",
 )  # fmt: skip
 GROUP = "a group {schedule: …, staging_mib: …, window_ops: …, verify: …, timeout_s: …}"
 
@@ -81,7 +81,7 @@ def test_all_keys_at_once() -> None:
             "source=tp2-dp2", "target=pp4", "switch_at=3", "run_dir=out/run-1", "platform=cpu",
             "on_refusal=fail", "engine.schedule=direct", "engine.staging_mib=1",
             "engine.window_ops=2", "engine.verify=off", "engine.timeout_s=1.5",
-            "record_steps=false",
+            "record_steps=false", "save_after_switch=true",
         ]
     )  # fmt: skip
     assert config == DynaTrainConfig(
@@ -93,6 +93,7 @@ def test_all_keys_at_once() -> None:
         on_refusal=OnRefusal.fail,
         engine=EngineConfig(staging_mib=1, window_ops=2, verify=Verify.off, timeout_s=1.5),
         record_steps=False,
+        save_after_switch=True,
     )
 
 

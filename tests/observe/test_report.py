@@ -59,6 +59,14 @@ class _Page(html.parser.HTMLParser):
         return [dict(zip(heading, map(str.strip, row), strict=True)) for row in rows]
 
 
+@pytest.fixture
+def quick_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures that are not drawn, for tests that look at the page's text."""
+    from dynatrain_megatron.observe.report import build
+
+    monkeypatch.setattr(build, "draw", lambda *_: b"png")
+
+
 def test_the_report_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "report"
     code = main(["report", str(RECORDED), "--static", str(RECORDED_STATIC), "--out", str(out)])
@@ -103,6 +111,7 @@ def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
 
 
+@pytest.mark.usefixtures("quick_charts")
 def test_json_tells_files_switches_and_differences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +161,7 @@ def test_texts_from_files_cannot_become_markup(tmp_path: Path) -> None:
     assert f"{HOSTILE} (1)" in page.text
 
 
+@pytest.mark.usefixtures("quick_charts")
 def test_a_run_without_switches_has_its_loss(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, None)
     assert main(["report", str(run_dir)]) == 0
@@ -164,6 +174,7 @@ def test_a_run_without_switches_has_its_loss(tmp_path: Path) -> None:
     assert "there is no events.jsonl" in page.text
 
 
+@pytest.mark.usefixtures("quick_charts")
 def test_a_run_without_steps_has_its_switches(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, [switch(bytes_matrix=None), refused()], losses=None)
     assert main(["report", str(run_dir)]) == 0
@@ -181,6 +192,7 @@ def test_a_run_that_has_written_nothing_yet_has_a_page(tmp_path: Path) -> None:
     assert [path.name for path in (run_dir / "report").iterdir()] == ["report.html"]
 
 
+@pytest.mark.usefixtures("quick_charts")
 def test_charts_of_an_earlier_report_go(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["report", str(write_run(tmp_path / "a", [switch()])), "--out", str(out)]) == 0
@@ -189,6 +201,7 @@ def test_charts_of_an_earlier_report_go(tmp_path: Path) -> None:
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "mine.txt", "report.html"]
 
 
+@pytest.mark.usefixtures("quick_charts")
 def test_fingerprints_that_differ_and_switches_that_failed_stand_out(tmp_path: Path) -> None:
     events = [
         switch(fingerprint={"before": "aa", "after": "bb"}),
@@ -217,6 +230,7 @@ def test_fingerprints_that_differ_and_switches_that_failed_stand_out(tmp_path: P
         (["folder"], 1, "steps.jsonl: Is a directory"),
     ],
 )
+@pytest.mark.usefixtures("quick_charts")
 def test_wrong_usage_and_broken_content_are_one_line(
     tmp_path: Path,
     argv: list[str],
@@ -290,6 +304,7 @@ def test_the_demo_goes_on_without_charts(tmp_path: Path, monkeypatch: pytest.Mon
     assert shown.export_text() == "No report: charts need matplotlib\n"
 
 
+@pytest.mark.usefixtures("quick_charts")
 def test_the_demo_writes_its_report_beside_its_runs(tmp_path: Path) -> None:
     from rich.console import Console
 

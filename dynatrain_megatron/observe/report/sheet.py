@@ -123,7 +123,7 @@ class Sheet:
         """The figure as a PNG of at most 256 colours, which is a third of the size."""
         self.canvas.draw()
         drawn = Image.fromarray(np.asarray(self.canvas.buffer_rgba())).convert("RGB")
-        picture = drawn.quantize(256, dither=Image.Dither.NONE)
+        picture = drawn.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         packed = io.BytesIO()
         picture.save(packed, format="png", optimize=True)
         return packed.getvalue()

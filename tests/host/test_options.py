@@ -1,0 +1,108 @@
+"""The table of options that hold state: refused ones are refused, the others are in a run."""
+
+from __future__ import annotations
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from dynatrain_megatron.adapters.support import OPTIONS, Fate, check_supported, options_table
+from dynatrain_megatron.errors import SwitchRefused
+from dynatrain_megatron.layout import ParallelLayout
+from tests.host import test_around_ends, test_around_interval, test_around_logs
+from tests.ranks import TINY_LLAMA, run_ranks
+
+DOCS = Path(__file__).parents[2] / "docs" / "options.md"
+
+# How a user switches each refused option on, where it is not by its flag alone.
+VALUES = {
+    "--fault-injector-ranks": "0",
+    "--fault-injector-num-ranks": "1",
+    "--moe-routing-trace-path": "trace",
+    "--cuda-graph-impl": "local",
+    "--moe-expert-rank-capacity-factor": "1.5",
+    "--non-persistent-ckpt-type": "local",
+    "--dsa-indexer-loss-coeff": "0.1",
+    "--yaml-cfg": "job.yaml",  # in the test's directory
+    "--optimizer": "sgd",
+    "--fp8-format": "hybrid",
+    "--fp4-format": "e2m1",
+    "--tensor-parallel-num-weight-shards": "4",
+    "--dataloader-type": "external",
+}
+
+
+def refusal(argv: list[str]) -> SwitchRefused | None:
+    """What the table says to Megatron's own parse of a command line."""
+    from megatron.training.arguments import parse_args
+
+    sys.argv = ["pretrain", *argv]
+    args = parse_args()
+    if args.yaml_cfg is None:
+        args.dataloader_type = args.dataloader_type or "single"  # as Megatron's validation does
+    try:
+        check_supported(args, ParallelLayout(dp=2), ParallelLayout(tp=2))
+    except SwitchRefused as error:
+        return error
+    return None
+
+
+@pytest.mark.host
+def test_every_refused_option_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("disable_msc_deprecated: false\nenable_msc: false\n")
+
+    def worker(rank: int) -> dict[str, tuple[str, str]]:
+        assert refusal(TINY_LLAMA) is None
+        found = {}
+        for row in OPTIONS:
+            if row.fate is Fate.refused and row.flag.startswith("--"):
+                value = VALUES.get(row.flag)
+                error = refusal([*TINY_LLAMA, row.flag, *([value] if value else [])])
+                assert error is not None, row.flag
+                found[row.flag] = (error.reason, error.next_step)
+        return found
+
+    (found,) = run_ranks(1, worker)
+    for row in OPTIONS:
+        if row.flag in found:
+            shown = f"{row.flag} {VALUES.get(row.flag, '')}".strip()
+            assert found[row.flag] == (
+                f"{shown} is not supported in a switch: {row.how}",
+                f"run without {row.flag}, or stay in layout dp2",
+            )
+    refused = [row.flag for row in OPTIONS if row.fate is Fate.refused]
+    assert sorted(set(refused) - set(found)) == ["one-logger"]
+    assert len(set(refused)) == len(refused)
+
+
+@pytest.mark.host
+def test_one_logger_is_refused_where_its_package_is() -> None:
+    def worker(rank: int) -> tuple[str, bool]:
+        module = types.ModuleType("one_logger")
+        module.__spec__ = ModuleSpec("one_logger", None)
+        sys.modules["one_logger"] = module
+        return str(refusal(TINY_LLAMA)), refusal([*TINY_LLAMA, "--no-one-logger"]) is None
+
+    ((message, fine),) = run_ranks(1, worker)
+    assert message.startswith("one-logger is not supported in a switch")
+    assert "add --no-one-logger" in message and fine
+
+
+def test_every_other_option_is_in_a_run_of_these_tests() -> None:
+    logs = test_around_logs
+    runs = [*test_around_ends.FLAGS, test_around_interval.FLAGS, logs.FLAGS, logs.ENDS]
+    given = {flag for flags in [*runs, logs.flags(Path())] for flag in flags}
+    others = {row.flag for row in OPTIONS if row.fate is not Fate.refused}
+    assert others <= given, sorted(others - given)
+    assert all(row.seen is None for row in OPTIONS if row.fate is not Fate.refused)
+    assert all(row.seen is not None for row in OPTIONS if row.fate is Fate.refused)
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert options_table() in DOCS.read_text()
