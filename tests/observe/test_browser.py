@@ -69,8 +69,8 @@ def _write(run_dir: Path, out: Path, *options: str) -> Path:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Reports of a recorded run, of one with all that can go wrong, and of one without switches."""
     folder = tmp_path_factory.mktemp("pages")
-    names = ["tp2-pp2-vpp2-cp2-ep4-etp2-dp2-sp-noopt-mbs2", HOSTILE, "x" * 300]
-    matrix = [[10**12 * (row + column) for column in range(8)] for row in range(8)]
+    names = ["tp2-pp2-vpp2-cp2-ep4-etp2-dp2-sp-noopt-mbs2", HOSTILE, "x" * 120]
+    matrix = [[10**12 * (row + column) for column in range(5)] for row in range(5)]
     crowded = [
         switch(20 + i, source=names[i % 3], target=names[(i + 1) % 3], ok=i != 3,
                error=HOSTILE, bytes_matrix=matrix)

@@ -122,8 +122,15 @@ class Sheet:
     def png(self) -> bytes:
         """The figure as a PNG of at most 256 colours, which is a third of the size."""
         self.canvas.draw()
-        drawn = Image.fromarray(np.asarray(self.canvas.buffer_rgba())).convert("RGB")
-        picture = drawn.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        pixels = np.ascontiguousarray(np.asarray(self.canvas.buffer_rgba())[..., :3])
+        picture = Image.fromarray(pixels).quantize(
+            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+        )
+        # The page's card goes on in the picture's ground, so that colour has to be exact.
+        palette = picture.getpalette() or []
+        ground = 3 * int(np.asarray(picture)[0, 0])
+        palette[ground : ground + 3] = pixels[0, 0].tolist()
+        picture.putpalette(palette)
         packed = io.BytesIO()
         picture.save(packed, format="png", optimize=True)
         return packed.getvalue()
