@@ -212,7 +212,7 @@ _SWITCHES = (
     Column("peak extra memory", "number"),
     Column("planned", "number"),
     Column("groups made / reused / gone", "number"),
-    Column("fingerprint"),
+    Column("fingerprint", "print"),
 )
 
 
