@@ -76,6 +76,7 @@ def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
         "pipeline_model_parallel_layout": layout.pipeline,
         "sequence_parallel": layout.sp,
         "use_distributed_optimizer": layout.dist_opt,
+        "overlap_param_gather": parsed.overlap_param_gather and layout.dist_opt,
         "num_distributed_optimizer_instances": layout.instances,
         "micro_batch_size": layout.mbs,
         "use_tp_pp_dp_mapping": _RANK_ORDERS[layout.order],

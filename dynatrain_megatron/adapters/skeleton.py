@@ -108,24 +108,28 @@ def set_microbatches(job: Job) -> None:
 
 
 def seed_streams(job: Job) -> None:
-    """Start the model-parallel random streams of the new layout by Megatron's own formula.
+    """Start all random streams of the new layout by Megatron's own formula.
 
-    There is no bit-exact meaning of a stream across layouts. The base seed derives from the
-    launch's and the iteration, so that no stream repeats an earlier one; with dropout off nothing
-    draws from them.
+    There is no bit-exact meaning of a stream across layouts, and ranks that come together in one
+    tensor-parallel group must draw alike. So python's, NumPy's, torch's and the model-parallel
+    streams begin anew, with a base seed derived from the launch's and the iteration so that none
+    repeats an earlier one. With dropout off nothing draws from them.
     """
     from megatron.training.initialize import _set_random_seed
 
     args = job.args
-    generators = _generator_states()
     _set_random_seed(
-        (args.seed + 1_000_003 * job.iteration) % (2**31 - 1) + 1,
+        base_seed(args.seed, job.iteration),
         args.data_parallel_random_init,
         args.te_rng_tracker,
         args.inference_rng_tracker,
         use_cudagraphable_rng=args.cuda_graph_impl != "none",
     )
-    _restore_generators(generators)
+
+
+def base_seed(seed: int, iteration: int) -> int:
+    """What stands for ``--seed`` after a switch at ``iteration``."""
+    return (seed + 1_000_003 * iteration) % (2**31 - 1) + 1
 
 
 def build_iterators(job: Job, *, num_chunks: int) -> Iterators:

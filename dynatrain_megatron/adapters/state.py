@@ -22,7 +22,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +62,14 @@ class _Part:
     start: tuple[int, ...]  # where it begins in the logical tensor
 
 
+class ExpectedBytes(NamedTuple):
+    """Memory of a layout on one rank: parameters with main parameters and buffers, and the rest."""
+
+    model: int
+    gradients: int
+    moments: int
+
+
 class HostState:
     """A model and its optimizer under the layout whose groups are installed.
 
@@ -87,12 +95,17 @@ class HostState:
     def allocate_moments(self) -> None:
         """Give every owned parameter its moments (zeros) where it has none yet."""
         for opt in self.inner_optimizers():
-            opt.init_state_fn(opt.optimizer, opt.config)
-            for group in opt.optimizer.param_groups:
+            inner = opt.optimizer
+            if opt.init_state_fn is not None:
+                opt.init_state_fn(inner, opt.config)
+            for group in inner.param_groups:
                 for param in group["params"]:
-                    state = opt.optimizer.state[param]
-                    if "step" not in state and _steps_per_param(opt.optimizer):
+                    state = inner.state[param]
+                    if "step" not in state and _steps_per_param(inner):
                         state["step"] = torch.zeros((), dtype=torch.float32)
+                    for kind in _moments(inner):
+                        if kind.value not in state:
+                            state[kind.value] = torch.zeros_like(param.detach())
 
     def fragments(self) -> Fragments:
         """Every fragment this rank holds; local, but its own groups must be installed.
@@ -129,7 +142,7 @@ class HostState:
             for param, start, stop, key, group in _owned(opt):
                 if stop > start:
                     states = {StateKind.MAIN_PARAM: key.detach()}
-                    for kind in (StateKind.EXP_AVG, StateKind.EXP_AVG_SQ):
+                    for kind in _moments(opt.optimizer):
                         states[kind] = opt.optimizer.state[key][kind.value]
                     yield Shard(param, start, stop, states, opt.optimizer, key, group)
 
@@ -149,7 +162,7 @@ class HostState:
                 shard.inner.state[shard.key]["step"] = torch.tensor(step, dtype=torch.float32)
         last = int(max(steps.values(), default=0))
         for opt in self.inner_optimizers():
-            if not _steps_per_param(opt.optimizer):
+            if last and not _steps_per_param(opt.optimizer):
                 for group in opt.optimizer.param_groups:
                     group["step"] = last
 
@@ -172,26 +185,35 @@ class HostState:
                 chunk.start_param_sync(force_sync=True)
         return rebuilt
 
-    def expected_bytes(self) -> int:
+    def expected_bytes(self) -> ExpectedBytes:
         """Memory this layout takes on this rank by its declared sizes, for the plan.
 
         Compared with the storages that exist afterwards, so that a hidden copy shows.
         """
-        total = 0
+        model = gradients = 0
         for chunk in self.model:
             in_buffers: set[int] = set()
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                total += buffer.numel * buffer.grad_dtype.itemsize
+                gradients += buffer.numel * buffer.grad_dtype.itemsize
                 if buffer.param_data is not None:
-                    total += buffer.numel * buffer.param_dtype.itemsize
+                    model += buffer.numel * buffer.param_dtype.itemsize
                     in_buffers.update(id(param) for param in buffer.params)
             loose = [p for p in chunk.parameters() if id(p) not in in_buffers]
-            total += sum(t.numel() * t.element_size() for t in (*loose, *chunk.module.buffers()))
-        for shard in self.shards():
-            own_main = shard.param.dtype != torch.float32
-            total += 4 * (shard.stop - shard.start) * (2 + own_main)
-            total += 4 * _steps_per_param(shard.inner)
-        return total
+            model += sum(t.numel() * t.element_size() for t in (*loose, *chunk.module.buffers()))
+        moments = 0
+        for opt in self.inner_optimizers():
+            for param, start, stop, _, _ in _owned(opt):
+                if stop > start:
+                    model += 4 * (stop - start) * (param.dtype != torch.float32)
+                    moments += 4 * (stop - start) * len(_moments(opt.optimizer))
+                    moments += 4 * _steps_per_param(opt.optimizer)
+        return ExpectedBytes(model, gradients, moments)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradient buffers; between two steps they hold nothing."""
+        for chunk in self.model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor with memory of its own: parameters, buffers, gradients, optimizer state."""
@@ -352,6 +374,13 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 def _steps_per_param(inner: torch.optim.Optimizer) -> bool:
     """torch's optimizers count steps for each parameter; fused ones for each group."""
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def _moments(inner: torch.optim.Optimizer) -> tuple[StateKind, ...]:
+    """What an optimizer keeps of each element beside the main parameter."""
+    if "betas" in inner.defaults:
+        return StateKind.EXP_AVG, StateKind.EXP_AVG_SQ
+    return (StateKind.MOMENTUM_BUFFER,) if inner.defaults["momentum"] else ()
 
 
 def _owned(

@@ -54,6 +54,10 @@ def _is(name: str, wrong: str) -> Callable[[Namespace], Any]:
     return lambda args: wrong if getattr(args, name, None) == wrong else None
 
 
+def _other_optimizer(args: Namespace) -> Any:
+    return None if args.optimizer in ("adam", "sgd") else args.optimizer
+
+
 def _one_logger(args: Namespace) -> Any:
     # On by default, but the package is NVIDIA's own, and without it Megatron goes on without.
     found = importlib.util.find_spec("one_logger") is not None
@@ -166,7 +170,7 @@ OPTIONS: tuple[Option, ...] = (
     # What keeps its state elsewhere.
     _refused("FSDP", "--use-megatron-fsdp", _OTHER_STATE),
     _refused("FSDP", "--use-torch-fsdp2", _OTHER_STATE),
-    _refused("optimizers but Adam", "--optimizer", _OTHER_STATE, _set("optimizer", "adam")),
+    _refused("optimizers but Adam and SGD", "--optimizer", _OTHER_STATE, _other_optimizer),
     _refused("precision-aware optimizer", "--use-precision-aware-optimizer", _OTHER_STATE),
     _refused("optimizer on the CPU", "--optimizer-cpu-offload", _OTHER_STATE),
     _refused("FP8", "--fp8-format", _OTHER_STATE, _set("fp8")),

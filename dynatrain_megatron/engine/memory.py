@@ -32,3 +32,22 @@ def release(tensors: Iterable[torch.Tensor]) -> int:
             freed += storage.nbytes()
             storage.resize_(0)
     return freed
+
+
+class Dropped:
+    """Storages whose contents nobody needs for a while, given back to the allocator.
+
+    Tensors and views stay as they are, without memory, until :meth:`restore`.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._sizes = [(s, s.nbytes()) for s in distinct_storages(tensors) if s.resizable()]
+        self.bytes = sum(size for _, size in self._sizes)
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Give each storage its old size again, filled with zeros."""
+        for storage, size in self._sizes:
+            storage.resize_(size)
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()

@@ -23,7 +23,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,7 +33,7 @@ from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
 from dynatrain_megatron.engine import ExecutionReport, Fragments, TorchTransport, Transport, execute
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
-from dynatrain_megatron.engine.memory import storage_bytes
+from dynatrain_megatron.engine.memory import Dropped, storage_bytes
 from dynatrain_megatron.errors import SwitchRefused, TransitionError
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
@@ -107,11 +107,13 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         source = HostState(job.model, job.optimizer, job.args)
         source.allocate_moments()
         old_fragments = _described(source, bridge, options.timeout_s)
+        old_bytes = storage_bytes(source.tensors())
     old_groups = groups.capture()
-    with skeleton.host_context(job):
+    with skeleton.host_context(job), _without_gradients(source) as old_gradients:
         baseline = _install_arguments(job, target)
-        new_groups, made, new, new_fragments = _built(job, phase, bridge, options.timeout_s)
-        planned_bytes = new.expected_bytes()
+        new_groups, built = _built(job, phase, bridge, options.timeout_s)
+        made, new, new_fragments = built.made, built.state, built.fragments
+        expected = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
             rosters = _exchange_rosters(old_fragments, new_fragments, bridge, options.timeout_s)
             topology = _topology(bridge, options.timeout_s)
@@ -129,9 +131,23 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     new_bytes = storage_bytes(new.tensors())
     with phase("commit", "old memory and groups released"):
         destroyed = hand_over(job, made, source, old_groups, target.layout, baseline)
-    # The old state is kept until commit, so the whole target comes on top of it.
-    report.peak_extra_bytes = new_bytes + executed.peak_staging_bytes
-    report.planned_peak_extra_bytes = planned_bytes + plan.schedule.peak_staging_bytes(rank)
+        built.gradients.restore()
+    report.peak_extra_bytes = _peak_extra_bytes(
+        before=old_bytes,
+        dropped=old_gradients.bytes,
+        skeleton=built.skeleton_bytes,
+        state=new_bytes,
+        gradients=built.gradients.bytes,
+        staging=executed.peak_staging_bytes,
+    )
+    report.planned_peak_extra_bytes = _peak_extra_bytes(
+        before=old_bytes,
+        dropped=old_gradients.bytes,
+        skeleton=expected.model + expected.gradients,
+        state=expected.model + expected.moments,
+        gradients=expected.gradients,
+        staging=plan.schedule.peak_staging_bytes(rank),
+    )
     report.groups = {
         "reused": 0,
         "created": len(new_groups.process_groups()),
@@ -174,9 +190,42 @@ def _install_arguments(job: Job, target: Target) -> Namespace:
     return baseline
 
 
+@contextlib.contextmanager
+def _without_gradients(state: HostState) -> Iterator[Dropped]:
+    """Give the gradients' memory back; if the body raises they are there again, as zeros."""
+    dropped = Dropped(state.gradients())
+    try:
+        yield dropped
+    except BaseException:
+        dropped.restore()
+        raise
+
+
+def _peak_extra_bytes(
+    *, before: int, dropped: int, skeleton: int, state: int, gradients: int, staging: int
+) -> int:
+    """The most memory a switch takes on a rank beyond the ``before`` bytes of its old state.
+
+    The old state without its gradients (``dropped``) is kept until commit. On top of it come the
+    target's ``skeleton``, which has gradients and no moments; then the whole ``state``, which has
+    moments and no gradients, with the ``staging``; the gradients come last, in place of all that.
+    """
+    return max(0, skeleton - dropped, state + staging - dropped, state + gradients - before)
+
+
+class _Built(NamedTuple):
+    """The target on this rank: its objects, state, fragments, and its gradients set aside."""
+
+    made: skeleton.Skeleton
+    state: HostState
+    fragments: Fragments
+    gradients: Dropped
+    skeleton_bytes: int
+
+
 def _built(
     job: Job, phase: _Phases, bridge: Transport, timeout_s: float
-) -> tuple[groups.Groups, skeleton.Skeleton, HostState, Fragments]:
+) -> tuple[groups.Groups, _Built]:
     """Groups and skeleton of the target, once every rank could make its own; collective.
 
     Megatron says no to some layouts only while it builds modules. Then the new groups go and the
@@ -192,8 +241,10 @@ def _built(
         with phase("build", "model, optimizer and data iterators made for the target"):
             made = skeleton.build(job)
             new = HostState(made.model, made.optimizer, job.args)
+            skeleton_bytes = storage_bytes(new.tensors())
+            gradients = Dropped(new.gradients())
             new.allocate_moments()
-            built = new_groups, made, new, new.fragments()
+            built = _Built(made, new, new.fragments(), gradients, skeleton_bytes)
     except Exception as error:
         logger.warning("the target could not be built on this rank", exc_info=True)
         problem = f"{type(error).__name__}: {error}"
@@ -206,8 +257,8 @@ def _built(
                 f"rank {rank} cannot build the target: {answer.decode()}",
                 f"the job stays in layout {job.layout}",
             )
-    assert built is not None
-    return built
+    assert built is not None and new_groups is not None
+    return new_groups, built
 
 
 def _exchange_rosters(

@@ -15,6 +15,7 @@ class StateKind(StrEnum):
     MAIN_PARAM = "main_param"  # what the optimizer updates (float32 beside a bf16/fp16 param)
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MOMENTUM_BUFFER = "momentum_buffer"
     GRAD = "grad"
     BUFFER = "buffer"
 

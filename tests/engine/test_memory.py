@@ -2,7 +2,7 @@
 
 import torch
 
-from dynatrain_megatron.engine.memory import release, storage_bytes
+from dynatrain_megatron.engine.memory import Dropped, release, storage_bytes
 
 
 def test_views_of_one_storage_are_counted_once() -> None:
@@ -24,3 +24,16 @@ def test_release_leaves_alone_what_numpy_shares() -> None:
     seen = shared.numpy()
     assert release([shared, own]) == 16
     assert seen.sum() == 8 and own.untyped_storage().nbytes() == 0
+
+
+def test_dropped_storages_come_back_as_zeros_under_the_same_views() -> None:
+    flat = torch.ones(1 << 20)
+    view = flat[7:9]
+    dropped = Dropped([flat, view])
+    assert dropped.bytes == 4 << 20
+    assert flat.untyped_storage().nbytes() == 0
+    dropped.restore()
+    assert flat.untyped_storage().nbytes() == 4 << 20
+    assert view.tolist() == [0, 0]
+    view += 3
+    assert flat[7:9].tolist() == [3, 3] and flat.sum() == 6

@@ -4,6 +4,11 @@ Before a switch the job saves a fully reshardable checkpoint. After it, everythi
 produced is set aside and the live model is filled with NaN; then Megatron itself loads the
 checkpoint into it under the new layout, and every parameter, main parameter, moment and step must
 be equal to what was set aside, bit for bit.
+
+Some checkpoints Megatron cannot load in another layout although it can save them in both: where the
+optimizers are others there (experts with an optimizer of their own or without, the optimizer
+distributed or not). Then it saves once more after the switch, and the two checkpoints must hold the
+same unsharded tensors, and data-parallel replicas the same parameters.
 """
 
 from __future__ import annotations
@@ -59,14 +64,17 @@ def attach(directory: Path, *, poison: bool = True) -> None:
         alive = sum(ref() is not None for ref in old_params)
         old_params[:] = [weakref.ref(p) for chunk in job.model for p in chunk.parameters()]
         old_state = list(HostState(job.model, job.optimizer, job.args).tensors())
+        optimizers = _optimizers(job)
         report = real(job, target, options)
         held = sum(t.untyped_storage().nbytes() for t in old_state)
-        differences = compare(job, where, poison=poison)
+        loads = _optimizers(job) == optimizers
+        differences = compare(job, where, poison=poison) if loads else compare_saved(job, where)
         line = {
             "source": report.source,
             "target": report.target,
             "moved": report.bytes["moved"],
             "lower_bound": report.bytes["lower_bound"],
+            "loaded": loads,
             "compared": len(_state(job)),
             "differences": differences,
             "held_bytes": held,
@@ -109,7 +117,10 @@ def check_nothing_is_left_behind(found: list[dict[str, Any]]) -> None:
 def save(job: Job, where: Path) -> None:
     """Collective: Megatron saves the job as it stands."""
     from megatron.training.checkpointing import save_checkpoint
+    from megatron.training.training import force_param_sync, should_disable_forward_pre_hook
 
+    if should_disable_forward_pre_hook(job.args):  # as Megatron's loop does before it saves
+        force_param_sync(job.model)
     with _checkpoint_args(job, save=str(where)):
         save_checkpoint(job.iteration, job.model, job.optimizer, job.scheduler, job.num_flops, {})
 
@@ -144,6 +155,77 @@ def compare(job: Job, where: Path, *, poison: bool = True) -> list[str]:
     return different
 
 
+def compare_saved(job: Job, where: Path) -> list[str]:
+    """Collective: names of unsharded tensors that Megatron saves otherwise than in ``where``."""
+    from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
+
+    again = where / "again"
+    save(job, again)
+    directories = [str(next(at.glob("iter_*"))) for at in (where, again)]
+    before, after = (_unsharded(load_plain_tensors(directory)) for directory in directories)
+    assert len(before) > 20
+    different = [f"only on one side: {key}" for key in before.keys() ^ after.keys()]
+    different += [k for k in before.keys() & after.keys() if not _bit_equal(before[k], after[k])]
+    common = [load_common_state_dict(directory) for directory in directories]
+    for name in ("iteration", "opt_param_scheduler", "num_floating_point_operations_so_far"):
+        if common[0][name] != common[1][name]:
+            different.append(f"{name}: {common[0][name]} and {common[1][name]}")
+    for name in ("step", "common_step", "grad_scaler"):
+        values = [_found(state["optimizer"], name) for state in common]
+        if values[0] and values[1] and values[0] != values[1]:
+            different.append(f"{name}: {values[0]} and {values[1]}")
+    return sorted(different + _diverged_replicas(job))
+
+
+def _diverged_replicas(job: Job) -> list[str]:
+    """Collective: parameters that differ between data-parallel ranks.
+
+    Megatron has a check of its own, but that looks at memory through NumPy, which pins it.
+    """
+    from megatron.core import parallel_state
+
+    diverged = []
+    for number, chunk in enumerate(job.model):
+        for name, param in chunk.named_parameters():
+            if getattr(param, "allreduce", True):
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            else:
+                group = parallel_state.get_expert_data_parallel_group()
+            copies = [torch.empty_like(param) for _ in range(group.size())]
+            dist.all_gather(copies, param.detach(), group=group)
+            if not all(_bit_equal(copy, param.detach()) for copy in copies):
+                diverged.append(f"{number}.{name} differs between data-parallel ranks")
+    return diverged
+
+
+def _unsharded(loaded: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, with main parameters under one name whatever optimizer saved them."""
+    tensors = {key: value for key, value in loaded.items() if torch.is_tensor(value)}
+    for key in [key for key in tensors if key.startswith("optimizer.state.exp_avg.")]:
+        name = key.removeprefix("optimizer.state.exp_avg.")
+        main = f"optimizer.state.fp32_param.{name}"
+        distributed = tensors.pop(f"optimizer.state.param.{name}", None)
+        if main not in tensors:  # a float32 parameter is its own main parameter
+            tensors[main] = tensors[name] if distributed is None else distributed
+    return tensors
+
+
+def _found(tree: Any, name: str) -> set[str]:
+    """The different values under ``name`` anywhere in a tree of dicts and lists."""
+    if isinstance(tree, list | tuple):
+        return set().union(*(_found(item, name) for item in tree))
+    if not isinstance(tree, dict):
+        return set()
+    inside = [_found(value, name) for key, value in tree.items() if key != name]
+    return set().union(*inside, {str(tree[name])} if name in tree else set())
+
+
+def _optimizers(job: Job) -> list[str]:
+    """What kinds of optimizer the job has; an agreed answer is not needed, each rank has it."""
+    chained = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
+    return [type(optimizer).__name__ for optimizer in chained]
+
+
 def _state(job: Job) -> dict[str, torch.Tensor]:
     """Live tensors by name: parameters, and for owned shards main parameter, moments, step."""
     host = HostState(job.model, job.optimizer, job.args)
@@ -158,7 +240,11 @@ def _state(job: Job) -> dict[str, torch.Tensor]:
     for shard in host.shards():
         for kind, tensor in shard.states.items():
             tensors[f"{names[id(shard.param)]} {kind}"] = tensor
-        tensors[f"{names[id(shard.param)]} step"] = shard.inner.state[shard.key]["step"]
+        if "step" in shard.inner.state[shard.key]:
+            tensors[f"{names[id(shard.param)]} step"] = shard.inner.state[shard.key]["step"]
+    for number, opt in enumerate(host.inner_optimizers()):
+        if getattr(opt, "grad_scaler", None) is not None:
+            tensors[f"scaler {number}"] = opt.grad_scaler._scale
     return tensors
 
 

@@ -144,6 +144,7 @@ def test_sigterm_saves_in_the_new_layout_and_ends(tmp_path: Path) -> None:
 
 @pytest.mark.host
 @pytest.mark.slow
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     """As a terminal does it: SIGINT to all processes of the foreground group, real ones."""
     root = Path(__file__).parents[2]

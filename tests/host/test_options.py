@@ -27,7 +27,7 @@ VALUES = {
     "--non-persistent-ckpt-type": "local",
     "--dsa-indexer-loss-coeff": "0.1",
     "--yaml-cfg": "job.yaml",  # in the test's directory
-    "--optimizer": "sgd",
+    "--optimizer": "muon",
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--tensor-parallel-num-weight-shards": "4",

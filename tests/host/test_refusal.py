@@ -61,8 +61,8 @@ def test_each_refusal_names_the_rule_and_the_job_goes_on(tmp_path: Path) -> None
         ),
         (
             ["target={tp: 1}", "switch_at=2", "on_refusal=fail"],
-            ["--optimizer", "sgd"],
-            r"--optimizer sgd is not supported in a switch: .*; run without --optimizer",
+            ["--optimizer", "lion"],
+            r"--optimizer lion is not supported in a switch: .*; run without --optimizer",
         ),
         (["source=pp2-dp2"], [], r"source=pp2-dp2 is not the layout of the flags"),
         (
@@ -77,7 +77,7 @@ def test_each_refusal_names_the_rule_and_the_job_goes_on(tmp_path: Path) -> None
 def test_what_cannot_work_ends_before_any_process_group(
     overrides: list[str], extra: list[str], message: str, tmp_path: Path
 ) -> None:
-    flags = [flag for flag in FLAGS if "sgd" not in extra or flag != "--use-distributed-optimizer"]
+    flags = [flag for flag in FLAGS if "lion" not in extra or flag != "--use-distributed-optimizer"]
     with pytest.raises(RankFailure, match="2") as failure:
         run_megatron(4, [*flags, *extra], overrides, tmp_path)
     log = (tmp_path / "rank0.log").read_text()

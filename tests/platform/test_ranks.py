@@ -94,6 +94,7 @@ def wait_for_ever() -> None:
         time.sleep(60)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
     def worker(rank: int) -> None:
         (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
