@@ -64,8 +64,19 @@ class LaunchArguments:
         return args
 
 
+_UNEVEN_PIPELINE = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+"""Flags that place layers on stages, and their values when off. They mean nothing where there is
+one stage, and give way to a pipeline layout string."""
+
+
 def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
-    return {
+    uneven = {} if layout.pp > 1 and layout.pipeline is None else _UNEVEN_PIPELINE
+    return uneven | {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
@@ -107,7 +118,7 @@ def layout_of(args: Namespace, launch: LaunchArguments) -> ParallelLayout:
     )
 
 
-def model_shape(args: Namespace, *, uneven_pipeline: bool) -> ModelShape:
+def model_shape(args: Namespace, launch: LaunchArguments) -> ModelShape:
     """The sizes a layout must divide."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return ModelShape(
@@ -121,7 +132,9 @@ def model_shape(args: Namespace, *, uneven_pipeline: bool) -> ModelShape:
         hidden_size=args.hidden_size,
         moe_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),
         seq_length=args.seq_length,
-        uneven_pipeline=uneven_pipeline,
+        uneven_pipeline=any(
+            getattr(launch.parsed, name) != off for name, off in _UNEVEN_PIPELINE.items()
+        ),
     )
 
 

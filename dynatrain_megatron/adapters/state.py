@@ -346,7 +346,10 @@ def _add_shard(builder: FragmentsBuilder, shard: Shard, parts: Sequence[_Part]) 
 def _add_whole(builder: FragmentsBuilder, data: torch.Tensor, parts: Sequence[_Part]) -> None:
     kind = StateKind.PARAM if isinstance(data, torch.nn.Parameter) else StateKind.BUFFER
     for part in parts:
-        tensor = LogicalTensor(part.name, part.shape, (State(kind, _dtype_name(data)),))
+        # Layers share a key, and one of them may be frozen while others are trained: those are
+        # logical tensors of their own, with other states.
+        name = f"{part.name} {kind}"
+        tensor = LogicalTensor(name, part.shape, (State(kind, _dtype_name(data)),))
         extra = len(part.shape) - data.dim()
         cut = tuple(slice(a, b) for a, b in zip(part.local.start, part.local.stop, strict=True))
         view = data.detach()[cut]
@@ -389,9 +392,14 @@ def _owned(
     """(parameter, start, stop, the inner optimizer's tensor, its group) of one optimizer."""
     groups = opt.optimizer.param_groups
     if hasattr(opt, "model_param_group_index_map"):  # distributed optimizer
-        for param, (group, order) in opt.model_param_group_index_map.items():
-            owned = opt._get_model_param_range_map(param)["param"]
-            yield param, owned.start, owned.end, groups[group]["params"][order], groups[group]
+        # That map counts wrong where a group has parameters of both float32 and less; the lists
+        # from which the groups were made do not.
+        for number, group in enumerate(groups):
+            models = (*opt.model_fp32_groups[number], *opt.model_float16_groups[number])
+            mains = (*opt.shard_fp32_groups[number], *opt.shard_fp32_from_float16_groups[number])
+            for param, main in zip(models, mains, strict=True):
+                owned = opt._get_model_param_range_map(param)["param"]
+                yield param, owned.start, owned.end, main, group
         return
     own = {id(main): (main, group) for group in groups for main in group["params"]}
     for param in _managed_params(opt):

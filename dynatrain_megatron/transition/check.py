@@ -35,7 +35,7 @@ def check_request(
     """
     try:
         layout = derive(launch_layout, wanted, args.world_size)
-        layout.check(model_shape(args, uneven_pipeline=_uneven_pipeline(args)))
+        layout.check(model_shape(args, launch))
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
     check_supported(args, source, layout)
@@ -43,13 +43,3 @@ def check_request(
         return Target(layout, launch.validated(layout, args))
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
-
-
-def _uneven_pipeline(args: Namespace) -> bool:
-    return bool(
-        args.pipeline_model_parallel_layout is not None
-        or args.decoder_first_pipeline_num_layers is not None
-        or args.decoder_last_pipeline_num_layers is not None
-        or args.account_for_embedding_in_pipeline_split
-        or args.account_for_loss_in_pipeline_split
-    )

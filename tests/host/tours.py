@@ -23,5 +23,5 @@ def every_pair(layouts: Sequence[str]) -> list[str]:
 
 def schedule(tour: Sequence[str], *, first: int = 2) -> str:
     """The ``schedule`` override that walks a tour, one switch an iteration from ``first`` on."""
-    steps = [f"{{iteration: {first + i}, layout: {to}}}" for i, to in enumerate(tour[1:])]
+    steps = [f"{{iteration: {first + i}, layout: '{to}'}}" for i, to in enumerate(tour[1:])]
     return f"schedule=[{', '.join(steps)}]"
