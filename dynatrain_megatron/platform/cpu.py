@@ -246,6 +246,25 @@ def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) <= 1
 
 
+def _own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function draw from a stream of its own, which begins where the common one is then."""
+    own: torch.Tensor | None = None
+
+    @functools.wraps(original)
+    def draws(*args: Any, **kwargs: Any) -> Any:
+        nonlocal own
+        common = torch.get_rng_state()
+        if own is not None:
+            torch.set_rng_state(own)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            own = torch.get_rng_state()
+            torch.set_rng_state(common)
+
+    return draws
+
+
 def _only_blocking(async_op: bool, what: str) -> None:
     if async_op:
         raise NotImplementedError(f"{what} of unequal sizes over gloo works with async_op=False")
@@ -405,6 +424,12 @@ CPU_TABLE: tuple[Replacement, ...] = (
         )
     ),
     Replacement("torch.cuda.default_generators", _ONE_STREAM, _is((torch.default_generator,))),
+    Replacement(
+        "torch.utils.data.dataloader._BaseDataLoaderIter.__init__",
+        "draws a seed from the CPU's stream, on the ranks that read data only; dropout draws from "
+        "CUDA's, which must stay the same on all ranks of a tensor-parallel group",
+        _own_stream,
+    ),
 )
 
 
