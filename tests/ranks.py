@@ -20,6 +20,7 @@ import gc
 import importlib
 import os
 import pickle
+import random
 import selectors
 import signal
 import socket
@@ -398,9 +399,13 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    # Below the range from which the kernel gives ports to connections: between this look and the
+    # start of the store, no other process gets it by chance.
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _log(log_dir: Path, rank: int) -> Path:

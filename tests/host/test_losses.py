@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -18,6 +20,8 @@ SCHEDULE = (
     "{iteration: 10, layout: {tp: 2, pp: 2, sp: true}}, {iteration: 12, layout: {tp: 2}}]"
 )
 LAYOUTS = ["tp2-dp2", "pp2-dp2", "tp4", "pp4", "dp4", "tp2-pp2-sp", "tp2-dp2"]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+PLAIN = ("--disable-bias-linear", "--swiglu")  # what the case of a plain MLP leaves out
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
@@ -29,6 +33,64 @@ def logged_losses(run_dir: Path) -> list[float]:
     """The losses in Megatron's own log lines, on the rank that prints them."""
     found = re.findall(r" lm loss: (\S+) ", (run_dir / "rank3.log").read_text())
     return [float(text) for text in found]
+
+
+def freeze_the_second_layer() -> None:
+    """One layer is not trained, others of the same checkpoint key are; in a rank."""
+    from megatron.core.models.gpt import GPTModel
+
+    real = GPTModel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        for layer in self.decoder.layers:
+            layer.requires_grad_(layer.layer_number != 2)
+
+    GPTModel.__init__ = init
+
+
+class Pair(NamedTuple):
+    """Flags of a run on 2 ranks, and what is changed on each rank before."""
+
+    flags: list[str]
+    inside: Callable[[], None] | None = None
+
+
+PAIRS = {
+    "SGD with momentum": Pair(["--optimizer", "sgd", "--sgd-momentum", "0.9", "--lr", "0.1"]),
+    "an embedding with a learning rate of its own": Pair(
+        [*DISTRIBUTED, "--decoupled-lr", "1e-2", "--decoupled-min-lr", "1e-3"]
+    ),
+    "one layer frozen": Pair(DISTRIBUTED, freeze_the_second_layer),
+    "LayerNorm, biases, plain MLP, QK norm": Pair(
+        [*DISTRIBUTED, "--normalization", "LayerNorm", "--qk-layernorm", "--add-qkv-bias"]
+    ),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", PAIRS)
+def test_losses_of_other_states_equal_the_static_run(name: str, tmp_path: Path) -> None:
+    flags = [flag for flag in TINY_LLAMA if name[0] != "L" or flag not in PLAIN]
+    flags += [
+        *(*PAIRS[name].flags, "--global-batch-size", "4"),
+        *("--data-cache-path", str(tmp_path / "cache"), "--train-iters", "9"),
+        *("--lr-warmup-iters", "2", "--weight-decay", "0.1", "--clip-grad", "1.0"),
+    ]
+    schedule = [
+        "schedule=[{iteration: 2, layout: tp2}, {iteration: 4, layout: pp2}, "
+        "{iteration: 6, layout: dp2}, {iteration: 7, layout: tp2-sp}]"
+    ]
+    static, switched = tmp_path / "static", tmp_path / "switched"
+    run_megatron(2, flags, [], static, inside=PAIRS[name].inside)
+    run_megatron(2, flags, schedule, switched, inside=PAIRS[name].inside)
+    expected, got = steps(static), steps(switched)
+    assert len({step["layout"] for step in got}) == 4
+    for a, b in zip(expected, got, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6), (a, b)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5), (a, b)
+        assert b["lr"] == a["lr"]
+    assert len({step["loss"] for step in expected}) == 9
 
 
 @pytest.mark.host
