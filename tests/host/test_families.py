@@ -8,12 +8,13 @@ in the manner of Llama and GPT-2 are in :mod:`tests.host.test_oracle`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.host import around, oracle, tours
 from tests.ranks import TINY_LLAMA, run_megatron
+from tests.support import How
 
 MOE = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
@@ -60,7 +61,7 @@ FAMILIES = {
 @pytest.mark.host
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_keeps_its_state_and_its_losses(name: str, tmp_path: Path) -> None:
+def test_a_family_keeps_its_state_and_its_losses(name: str, tmp_path: Path, support: Any) -> None:
     family = FAMILIES[name]
     tour = tours.every_pair(family.layouts)
     flags = [
@@ -99,3 +100,4 @@ def test_a_family_keeps_its_state_and_its_losses(name: str, tmp_path: Path) -> N
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5), (a, b)
         assert (b["lr"], b["consumed_samples"]) == (a["lr"], a["consumed_samples"])
     assert len({step["loss"] for step in expected}) == len(expected)  # it did train
+    support(name, How.TRAINED, pairs)

@@ -6,12 +6,13 @@ Each case is one Megatron run that switches at every iteration; see :mod:`tests.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.host import oracle, tours
 from tests.ranks import TINY_LLAMA, run_megatron
+from tests.support import How
 
 SIX = ["tp2-dp2", "pp2-dp2", "tp4", "pp4", "dp4", "tp2-pp2"]
 FOUR = [*SIX[:3], "dp4"]
@@ -35,21 +36,21 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "bf16, distributed optimizer, untied": Case(
+    "Llama, bf16, distributed optimizer, untied": Case(
         [*TINY_LLAMA, "--bf16", *DISTRIBUTED], WITH_SEQUENCE_PARALLEL
     ),
-    "float32, distributed optimizer, tied, learned positions": Case(
+    "GPT-2, float32, distributed optimizer, tied, learned positions": Case(
         [*TIED, *LEARNED_POSITIONS, *DISTRIBUTED], WITH_SEQUENCE_PARALLEL
     ),
-    "bf16, plain optimizer, tied": Case([*TIED, "--bf16"], FOUR),
-    "float32, plain optimizer, untied": Case(TINY_LLAMA, FOUR),
+    "Llama, bf16, plain optimizer, tied": Case([*TIED, "--bf16"], FOUR),
+    "Llama, float32, plain optimizer, untied": Case(TINY_LLAMA, FOUR),
 }
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("name", CASES)
 def test_every_ordered_pair_of_layouts_is_bit_equal_to_save_and_reshard(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, support: Any
 ) -> None:
     """TP4 cuts the two KV groups of the model in half: GQA with fewer groups than TP."""
     case = CASES[name]
@@ -76,3 +77,4 @@ def test_every_ordered_pair_of_layouts_is_bit_equal_to_save_and_reshard(
         assert line["differences"] == [], line
         assert line["moved"] == line["lower_bound"], line
     oracle.check_nothing_is_left_behind(found)
+    support(name, How.TRAINED, pairs)

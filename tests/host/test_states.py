@@ -14,6 +14,7 @@ import pytest
 
 from tests.host import oracle, tours
 from tests.ranks import TINY_LLAMA, run_megatron
+from tests.support import How
 
 LAYOUTS = ["dp2", "tp2", "pp2"]
 DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -79,7 +80,7 @@ CASES = {
 
 @pytest.mark.host
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_is_bit_equal_in_every_layout(name: str, tmp_path: Path) -> None:
+def test_a_state_is_bit_equal_in_every_layout(name: str, tmp_path: Path, support: Any) -> None:
     case = CASES[name]
     tour = tours.every_pair(case.layouts)
 
@@ -108,3 +109,4 @@ def test_a_state_is_bit_equal_in_every_layout(name: str, tmp_path: Path) -> None
         assert line["differences"] == [], line
         assert line["moved"] == line["lower_bound"], line
     oracle.check_nothing_is_left_behind(found)
+    support(name, How.TRAINED, [(line["source"], line["target"]) for line in found])
