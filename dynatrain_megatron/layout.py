@@ -255,7 +255,13 @@ class ParallelLayout:
                 f"{self.tp} mod {groups} = {self.tp % groups})"
             )
         _must_divide(tp, self.tp, "ffn_hidden_size", model.ffn_hidden_size)
-        _must_divide(tp, self.tp, "padded_vocab_size", model.padded_vocab_size)
+        rows = model.padded_vocab_size
+        if rows is not None and rows % self.tp:
+            raise LayoutError(
+                f"tp={self.tp} must divide padded_vocab_size={rows} ({rows} mod {self.tp} = "
+                f"{rows % self.tp}), which stays as the launch has made it; launch with "
+                f"--make-vocab-size-divisible-by a multiple of every tp"
+            )
         if self.sp:
             _must_divide(
                 f"tp={self.tp} with sequence parallelism", self.tp, "seq_length", model.seq_length

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.host import around
 from tests.ranks import TINY_LLAMA, RankFailure, run_megatron
 
 FLAGS = [*TINY_LLAMA, "--use-distributed-optimizer", "--tensor-model-parallel-size", "2"]
@@ -85,3 +86,36 @@ def test_what_cannot_work_ends_before_any_process_group(
     assert "Traceback" not in log
     assert "initializing torch distributed" not in log
     assert "exit" in str(failure.value).lower()
+
+
+ODD_VOCABULARY = [
+    *(*TINY_LLAMA, "--use-distributed-optimizer", "--vocab-size", "1000"),  # and one of Megatron's
+    *("--make-vocab-size-divisible-by", "1", "--global-batch-size", "4", "--train-iters", "6"),
+]
+
+
+@pytest.mark.host
+def test_rows_padded_for_the_launch_stay_and_losses_with_them(tmp_path: Path) -> None:
+    """1001 rows are 1002 for tp 2, and stay that many in layouts for which 1001 would do."""
+    flags = [*ODD_VOCABULARY, "--tensor-model-parallel-size", "2"]
+    schedule = (
+        "schedule=[{iteration: 2, layout: dp2}, {iteration: 4, layout: pp2}, "
+        "{iteration: 5, layout: tp2}]"
+    )
+    static = run_megatron(2, flags, [], tmp_path / "static")
+    switched = run_megatron(2, flags, [schedule], tmp_path / "switched")
+    assert re.search(r"padded vocab .*new size: 1002", static.logs[0])
+    expected, got = around.steps(static.run_dir), around.steps(switched.run_dir)
+    assert [step["layout"] for step in got] == ["tp2", "tp2", "dp2", "dp2", "pp2", "tp2"]
+    for a, b in zip(expected, got, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
+
+
+@pytest.mark.host
+def test_rows_that_the_new_tp_cannot_cut_are_a_reason_to_refuse(tmp_path: Path) -> None:
+    run_megatron(2, ODD_VOCABULARY, ["target=tp2", "switch_at=2"], tmp_path)
+    (event,) = around.events(tmp_path)
+    assert event["event"] == "refused"
+    assert "tp=2 must divide padded_vocab_size=1001" in event["reason"]
+    assert "--make-vocab-size-divisible-by" in event["reason"]
+    assert len(around.steps(tmp_path)) == 6
