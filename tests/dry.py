@@ -30,7 +30,7 @@ import torch.distributed as dist
 from dynatrain_megatron import platform
 from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.arguments import LaunchArguments
-from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.adapters.state import HostState, merge_steps
 from dynatrain_megatron.engine import Fragments, FragmentsBuilder, Transport, execute
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.layout import ParallelLayout
@@ -40,7 +40,6 @@ from dynatrain_megatron.vps.roster import union_of_tensors
 from tests.engine.test_transport import on_threads
 
 PADDED_VOCAB_SIZE = 1024
-_STEP = 7.0
 
 ModelProvider = Callable[..., Any]
 """What Megatron's ``get_model`` asks for a stage of the model."""
@@ -86,8 +85,6 @@ class DryJob:
             model, optimizer = self._model_and_optimizer()
             state = HostState(model, optimizer, args)
             state.allocate_moments()
-            for shard in state.shards():
-                shard.inner.state[shard.key]["step"].fill_(_STEP)
             return DryRank(rank, layout, args, model, optimizer, state, state.fragments())
 
     @contextlib.contextmanager
@@ -133,7 +130,8 @@ def move(
     """Plan the way from one world to another and carry it out, a thread for each rank.
 
     The bridge has as many ranks as the larger world; a rank that is not in a world holds nothing
-    there. Bits are verified as in a switch. Returns the plan, whose bytes were really sent.
+    there. Bits are verified as in a switch, and step counts go along. Returns the plan, whose bytes
+    were really sent.
     """
     size = max(len(source), len(target))
     old, new = _on_bridge(source, size), _on_bridge(target, size)
@@ -155,6 +153,9 @@ def move(
     done = on_threads(size, rank)
     assert {mark for _, *marks in done for mark in marks} == {done[0][1]}
     assert sum(sent for sent, _, _ in done) == plan.moved_bytes == plan.lower_bound_bytes
+    steps = merge_steps(rank.state.steps() for rank in source)
+    for each in target:
+        each.state.restore_steps(steps)
     return plan
 
 

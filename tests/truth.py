@@ -17,13 +17,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from dynatrain_megatron.layout import ParallelLayout
-from tests.dry import DryRank
+from tests.dry import DryRank, move
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STEP = torch.tensor(7.0)  # Megatron insists on one count for all parameters
 _NOTHING = -1  # what the target holds before a transfer
 
 Segments = Callable[[str, int], Sequence[int]]
@@ -47,6 +49,14 @@ class Rules:
     tied: bool = False
     stages: Sequence[int] | None = None
     segments: Segments = swiglu_halves
+
+
+class _Place(NamedTuple):
+    """Name and shape in the unsharded model, and for each dim the index of each local position."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: list[torch.Tensor]
 
 
 class Truth:
@@ -80,47 +90,32 @@ class Truth:
 
     def _state(self, rank: DryRank) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, live tensor, its true bits) for all that a transfer has to bring."""
-        places = {}
+        found = {}
         for number, chunk in enumerate(rank.model):
             for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-                places[id(tensor)] = (number, re.sub(r"^(module\.)+", "", name), tensor)
-        optimized = set()
+                short = re.sub(r"^(module\.)+", "", name)
+                found[id(tensor)] = f"{number}.{short}", self._place(rank, number, short, tensor)
         for shard in rank.state.shards():
-            optimized.add(id(shard.param))
-            number, name, _ = places[id(shard.param)]
+            name, place = found[id(shard.param)]
             for kind, tensor in shard.states.items():
-                bits = self._bits(rank, number, name, shard.param, kind, tensor.dtype)
-                flat = bits.reshape(-1)[shard.start : shard.stop]
-                yield f"{number}.{name} {kind}", tensor, flat.reshape(tensor.shape)
-        for number, name, tensor in places.values():
-            frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-            if frozen or name.endswith("expert_bias"):
-                bits = self._bits(rank, number, name, tensor, "whole", tensor.dtype)
-                yield f"{number}.{name}", tensor.detach(), bits
+                flat = self._bits(place, kind, tensor.dtype).reshape(-1)[shard.start : shard.stop]
+                yield f"{name} {kind}", tensor, flat.reshape(tensor.shape)
+            yield f"{name} step", shard.inner.state[shard.key]["step"], _as_bits(_STEP)
+        for tensor in _whole_tensors(rank):
+            name, place = found[id(tensor)]
+            yield name, tensor.detach(), self._bits(place, "whole", tensor.dtype)
 
-    def _bits(
-        self,
-        rank: DryRank,
-        chunk: int,
-        name: str,
-        tensor: torch.Tensor,
-        kind: str,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        name, shape, index = self._place(rank, chunk, name, tensor)
-        if (name, kind) not in self._first:
-            self._first[name, kind] = self._next
-            self._next += math.prod(shape)
-        at = torch.full((), self._first[name, kind], dtype=torch.int64)
-        for dim, positions in enumerate(index):
-            stride = math.prod(shape[dim + 1 :])
-            at = at[..., None] + positions * stride
+    def _bits(self, place: _Place, kind: str, dtype: torch.dtype) -> torch.Tensor:
+        """The true bits of a local tensor, of its shape."""
+        if (place.name, kind) not in self._first:
+            self._first[place.name, kind] = self._next
+            self._next += math.prod(place.shape)
+        at = torch.tensor(self._first[place.name, kind])
+        for dim, positions in enumerate(place.index):
+            at = at[..., None] + positions * math.prod(place.shape[dim + 1 :])
         return at.to(_BITS[dtype.itemsize])
 
-    def _place(
-        self, rank: DryRank, chunk: int, name: str, tensor: torch.Tensor
-    ) -> tuple[str, tuple[int, ...], list[torch.Tensor]]:
-        """Name and shape in the unsharded model, and the unsharded index of each local one."""
+    def _place(self, rank: DryRank, chunk: int, name: str, tensor: torch.Tensor) -> _Place:
         at, layout = rank.layout.coordinate(rank.rank), rank.layout
         degree, cut = layout.tp, at["tp"]
         stage = chunk * layout.pp + at["pp"]
@@ -129,10 +124,10 @@ class Truth:
             lambda found: f"decoder.layers.{self._first_layer(layout, stage) + int(found[1])}",
             name,
         )
-        local = re.search(r"local_experts\.(\d+)", name)
+        local = re.search(r"(?<=local_experts\.)\d+|(?<=weight)\d+$", name)
         if local:
-            experts = rank.args.num_experts // layout.ep
-            name = name.replace(local[0], f"experts.{at['ep'] * experts + int(local[1])}")
+            expert = at["ep"] * rank.args.num_experts // layout.ep + int(local[0])
+            name = f"{name[: local.start()]}{expert}{name[local.end() :]}"
             degree, cut = layout.expert_tp, at["etp"]
         if self.rules.tied and name == "output_layer.weight":
             name = "embedding.word_embeddings.weight"
@@ -149,13 +144,29 @@ class Truth:
                 first += degree * part
             shape.append(first)
             index.append(torch.cat(parts))
-        return name, tuple(shape), index
+        return _Place(name, tuple(shape), index)
 
     def _first_layer(self, layout: ParallelLayout, stage: int) -> int:
         if layout.pipeline is not None:
             assert self.rules.stages is not None
             return sum(self.rules.stages[:stage])
         return stage * (self.rules.num_layers // (layout.pp * (layout.vpp or 1)))
+
+
+def carried(truth: Truth, source: Sequence[DryRank], target: Sequence[DryRank]) -> list[str]:
+    """Move the true bits from one world to another; what differs from them there."""
+    truth.write(source)
+    truth.wipe(target)
+    assert len(truth.differences(target)) > len(target)
+    move(source, target)
+    return truth.differences(target)
+
+
+def _whole_tensors(rank: DryRank) -> Iterator[torch.Tensor]:
+    """What is state without being trained: frozen parameters, and the buffers a router updates."""
+    for chunk in rank.model:
+        yield from (param for param in chunk.parameters() if not param.requires_grad)
+        yield from (b for name, b in chunk.named_buffers() if name.endswith("expert_bias"))
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:

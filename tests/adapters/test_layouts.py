@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import pytest
 
-from dynatrain_megatron.layout import ParallelLayout
-from tests.dry import DryJob, move
+from tests.dry import DryJob
 from tests.ranks import TINY_LLAMA, run_ranks
-from tests.truth import Rules, Truth
+from tests.truth import Rules, Truth, carried
 
 LLAMA = [
     *TINY_LLAMA,
@@ -49,9 +48,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "context parallel degrees that fold into the optimizer": Case(
-        LLAMA, "tp4-pp2-cp2", "tp2-cp4"
-    ),
+    "context parallel degrees that fold into the optimizer": Case(LLAMA, "tp4-pp2-cp2", "tp2-cp4"),
     "16 ranks to 6": Case(LLAMA, "tp2-pp2-dp4", "pp2-dp3"),
     "virtual pipeline": Case(LLAMA, "pp2-vpp2-tp2-dp2", "pp4-vpp2-dp2"),
     "virtual pipeline off": Case(FLOAT32, "tp2-pp4-vpp2", "pp8"),
@@ -66,9 +63,7 @@ CASES = {
     "optimizer instances, grown": Case(LLAMA, "tp2-dp4-instances2", "tp2-dp8-instances4"),
     "distributed optimizer off": Case(TIED, "tp2-pp2-dp2", "pp4-dp2-noopt", Rules(8, True)),
     "distributed optimizer off, float32": Case(FLOAT32, "tp4-dp2-noopt", "pp2-dp4"),
-    "tied, learned positions": Case(
-        [*TIED, *LEARNED], "pp4-dp2", "tp4-dp2", Rules(8, True)
-    ),
+    "tied, learned positions": Case([*TIED, *LEARNED], "pp4-dp2", "tp4-dp2", Rules(8, True)),
     "buckets of unlike parameters": Case([*LLAMA, *BUCKETS], "dp16", "tp2-pp2-dp3"),
     "sequence parallel": Case(LLAMA, "tp4-pp2-sp", "tp2-dp4-sp"),
     "experts on one rank and on eight": Case(MOE, "dp8", "dp8-ep8"),
@@ -91,14 +86,7 @@ def test_every_element_arrives_at_its_place(name: str) -> None:
     def worker(rank: int) -> list[str]:
         job, truth = DryJob(case.flags), Truth(case.rules)
         one, other = job.world(case.one), job.world(case.other)
-        found = []
-        for source, target in ((one, other), (other, one)):
-            truth.write(source)
-            truth.wipe(target)
-            assert len(truth.differences(target)) > len(target)
-            move(source, target)
-            found += truth.differences(target)
-        return found
+        return [*carried(truth, one, other), *carried(truth, other, one)]
 
     (wrong,) = run_ranks(1, worker)
     assert wrong == []

@@ -31,6 +31,7 @@ VALUES = {
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--tensor-parallel-num-weight-shards": "4",
+    "--expert-tensor-parallel-num-weight-shards": "4",
     "--dataloader-type": "external",
 }
 
