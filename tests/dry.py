@@ -33,6 +33,7 @@ from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.state import HostState, merge_steps
 from dynatrain_megatron.engine import Fragments, FragmentsBuilder, Transport, execute
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
+from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
 from dynatrain_megatron.vps import RosterSet
@@ -130,8 +131,8 @@ def move(
     """Plan the way from one world to another and carry it out, a thread for each rank.
 
     The bridge has as many ranks as the larger world; a rank that is not in a world holds nothing
-    there. Bits are verified as in a switch, and step counts go along. Returns the plan, whose bytes
-    were really sent.
+    there. Replicas and bits are verified as in a switch, and step counts go along. Returns the
+    plan, whose bytes were really sent.
     """
     size = max(len(source), len(target))
     old, new = _on_bridge(source, size), _on_bridge(target, size)
@@ -142,6 +143,7 @@ def move(
 
     def rank(transport: Transport) -> tuple[int, str, str]:
         own = old[transport.rank], new[transport.rank]
+        check_replicas(before, own[0], transport, timeout_s=30)
         report = execute(plan, *own, transport, timeout_s=30)
         check_received(plan, *own, transport, timeout_s=30)
         marks = [
