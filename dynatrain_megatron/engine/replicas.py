@@ -1,7 +1,8 @@
 """Whether replicas are still equal: what several ranks hold must be the same bits on all of them.
 
 A plan takes each element from one of its holders. Where they have diverged, a switch would pick one
-of several truths and hide that there were others.
+of several truths and hide that there were others. What a switch does not move but rebuilds, such
+as bf16 parameters beside main parameters, is not compared.
 """
 
 from __future__ import annotations

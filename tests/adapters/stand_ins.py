@@ -155,14 +155,18 @@ def with_extra_state(extra_state: Any) -> Callable[..., Any]:
 
 
 def with_entries(
-    entries: Callable[[nn.Parameter], dict[str, torch.Tensor]], *, trained: bool = True
+    entries: Callable[[Any], dict[str, torch.Tensor]], *, trained: bool = True
 ) -> Callable[..., Any]:
-    """A layer of one weight, [4, 6], that describes itself by ``entries`` of that weight."""
+    """A layer with a weight, [4, 6], and a saved buffer, [3], that describes itself by ``entries``.
+
+    They get the layer, with ``weight`` and ``count``.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=trained)
+            self.register_buffer("count", torch.zeros(3))
 
         def sharded_state_dict(
             self, prefix: str, sharded_offsets: Sequence[Any], metadata: dict[str, Any]
@@ -170,11 +174,31 @@ def with_entries(
             from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
             return make_sharded_tensors_for_checkpoint(
-                entries(self.weight), prefix, {}, sharded_offsets, **_groups(metadata)
+                entries(self), prefix, {}, sharded_offsets, **_groups(metadata)
             )
 
     # The other layer is there for the optimizer, which cannot be empty.
     return lambda **_: _stage(layer=lambda config: Layer(), other=lambda config: nn.Linear(2, 2))
+
+
+def half_described(**_: Any) -> Any:
+    """A layer of one weight, [4, 6], of which a factory describes the first two rows."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 6))
+
+        def sharded_state_dict(self, prefix: str, *_: Any, **__: Any) -> dict[str, Any]:
+            from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+            def build(key: str, weight: torch.Tensor, replica_id: Any, flattened: Any) -> Any:
+                return [ShardedTensor.from_rank_offsets(key, weight[:2], replica_id=replica_id)]
+
+            key = f"{prefix}weight"
+            return {key: ShardedTensorFactory(key, self.weight, build, merge_fn=None)}
+
+    return _stage(layer=lambda config: Layer())
 
 
 def _groups(metadata: dict[str, Any]) -> dict[str, Any]:

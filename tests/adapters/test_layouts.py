@@ -49,6 +49,7 @@ class Case(NamedTuple):
 
 CASES = {
     "context parallel degrees that fold into the optimizer": Case(LLAMA, "tp4-pp2-cp2", "tp2-cp4"),
+    "32 ranks": Case(MOE, "tp4-pp2-cp2-dp2-ep4-etp2-sp", "tp2-pp4-dp4-ep8-etp1-sp"),
     "16 ranks to 6": Case(LLAMA, "tp2-pp2-dp4", "pp2-dp3"),
     "virtual pipeline": Case(LLAMA, "pp2-vpp2-tp2-dp2", "pp4-vpp2-dp2"),
     "virtual pipeline off": Case(FLOAT32, "tp2-pp4-vpp2", "pp8"),

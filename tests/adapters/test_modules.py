@@ -77,22 +77,29 @@ def pickled(value: Any) -> torch.Tensor:
         (stand_ins.with_extra_state({"scale": 1.0}), r"layer\._extra_state .* but a dict"),
         # Two keys for one fused matrix, as a fused MLA down-projection has them.
         (
-            stand_ins.with_entries(lambda w: {"q": w[:1], "kv": w[1:]}),
+            stand_ins.with_entries(lambda layer: {"q": layer.weight[:1], "kv": layer.weight[1:]}),
             r"layer\.weight has no entry .* that views its memory",
         ),
         # Experts in one parameter.
         (
-            stand_ins.with_entries(lambda w: {f"weight{i}": t for i, t in enumerate(w.unbind())}),
+            stand_ins.with_entries(lambda layer: dict(zip("abcd", layer.weight, strict=True))),
             r"layer\.weight has no entry",
         ),
-        (stand_ins.with_entries(lambda w: {}), r"layer\.weight has no entry"),
-        (stand_ins.with_entries(lambda w: {}, trained=False), r"layer\.weight has no entry"),
+        (stand_ins.with_entries(lambda layer: {}), r"layer\.weight has no entry"),
+        (stand_ins.with_entries(lambda layer: {}, trained=False), r"layer\.weight has no entry"),
         (
-            stand_ins.with_entries(lambda w: {"weight": w, "scale": torch.ones(3)}),
+            stand_ins.with_entries(lambda layer: {"weight": layer.weight}),
+            r"layer\.count has no entry",
+        ),
+        (
+            stand_ins.with_entries(
+                lambda layer: {**layer.state_dict(keep_vars=True), "scale": torch.ones(3)}
+            ),
             r"layer\.scale .* is no tensor of the model but one made for the checkpoint",
         ),
+        (stand_ins.half_described, r"layer\.weight: .* covers 12 of 24 elements"),
     ],
-    ids=["FP8", "object", "fused", "grouped", "left out", "frozen", "copy"],
+    ids=["FP8", "object", "fused", "grouped", "left out", "frozen", "buffer", "copy", "half"],
 )
 def test_what_has_no_place_is_refused_by_name(provider: Callable[..., Any], message: str) -> None:
     def worker(rank: int) -> None:
