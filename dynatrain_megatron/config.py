@@ -56,6 +56,8 @@ class EngineConfig:
     window_ops: int = 256
     """Send and receive operations in flight at once, a rank."""
     verify: Verify = Verify.fingerprint
+    check_replicas: bool = False
+    """Whether what several ranks hold is compared first; a switch is refused where it differs."""
     timeout_s: float = 600.0
     """Deadline of every wait while a switch is under way, seconds."""
 
@@ -146,6 +148,7 @@ _ALLOWED = {
     "engine.staging_mib": f"{_COUNT} (MiB)",
     "engine.window_ops": _COUNT,
     "engine.verify": _one_of(Verify),
+    "engine.check_replicas": "true or false",
     "engine.timeout_s": "a number above 0 (seconds)",
     "record_steps": "true or false",
     "save_after_switch": "true or false",

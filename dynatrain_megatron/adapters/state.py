@@ -17,6 +17,7 @@ moved as they are.
 from __future__ import annotations
 
 import itertools
+import pickle
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,6 +31,10 @@ from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.vps.region import Region, flat_range_regions
 from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
+
+_NOTHING: tuple[object, ...] = (None, {})
+_PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+_PICKLED_NOTHING = {pickle.dumps(nothing, p) for nothing in _NOTHING for p in _PROTOCOLS}
 
 Steps = dict[str, float]
 """The optimizer's step count by logical tensor name (torch's Adam counts per parameter)."""
@@ -112,22 +117,8 @@ class HostState:
 
         Raises :class:`SwitchRefused` naming the parameter where one cannot be placed.
         """
-        names = {id(p): name for chunk in self.model for name, p in chunk.named_parameters()}
         managed = {id(p) for opt in self.inner_optimizers() for p in _managed_params(opt)}
-        for chunk in self.model:
-            for name, param in chunk.named_parameters():
-                if param.requires_grad and id(param) not in self._placed:
-                    raise SwitchRefused(
-                        f"parameter {name} has no entry in Megatron's sharded_state_dict that "
-                        "views its memory, so its place in the unsharded model is unknown",
-                        "such a module is not supported yet",
-                    )
-                if param.requires_grad and id(param) not in managed:
-                    raise SwitchRefused(
-                        f"trainable parameter {name} is in no optimizer of this rank",
-                        "freeze it, or let the optimizer manage it",
-                    )
-        assert managed <= names.keys(), "an optimizer manages parameters outside the model"
+        self._check_places(managed)
         builder = FragmentsBuilder()
         for shard in self.shards():
             _add_shard(builder, shard, self._placed[id(shard.param)][1])
@@ -135,6 +126,34 @@ class HostState:
             if id(data) not in managed:
                 _add_whole(builder, data, parts)
         return builder.build()
+
+    def _check_places(self, managed: set[int]) -> None:
+        """All that lives on has a place, and all that has a place lives in the model."""
+        for name, tensor in _persistent_tensors(self.model):
+            if id(tensor) not in self._placed:
+                raise SwitchRefused(
+                    f"{name} has no entry in Megatron's sharded_state_dict that views its memory, "
+                    "so its place in the unsharded model is unknown",
+                    "such a module is not supported yet",
+                )
+            if tensor.requires_grad and id(tensor) not in managed:
+                raise SwitchRefused(
+                    f"trainable parameter {name} is in no optimizer of this rank",
+                    "freeze it, or let the optimizer manage it",
+                )
+        live = {
+            id(tensor)
+            for chunk in self.model
+            for tensor in itertools.chain(chunk.parameters(), chunk.module.buffers())
+        }
+        for data, parts in self._placed.values():
+            if id(data) not in live:
+                raise SwitchRefused(
+                    f"{parts[0].name} in Megatron's sharded_state_dict is no tensor of the model "
+                    "but one made for the checkpoint",
+                    "such a module is not supported yet",
+                )
+        assert managed <= live, "an optimizer manages parameters outside the model"
 
     def shards(self) -> Iterator[Shard]:
         """The parts of parameters this rank's optimizer owns."""
@@ -147,12 +166,15 @@ class HostState:
                     yield Shard(param, start, stop, states, opt.optimizer, key, group)
 
     def steps(self) -> Steps:
-        """Step counts of the parameters this rank owns a part of."""
-        return {
-            part.name: float(shard.inner.state[shard.key].get("step", shard.group.get("step", 0)))
+        """Step counts of the parameters this rank owns a part of.
+
+        Raises :class:`SwitchRefused` where layers of one logical tensor contradict each other.
+        """
+        return merge_steps(
+            {part.name: float(shard.inner.state[shard.key].get("step", shard.group.get("step", 0)))}
             for shard in self.shards()
             for part in self._placed[id(shard.param)][1]
-        }
+        )
 
     def restore_steps(self, steps: Steps) -> None:
         """Set the step counts, of the parameters and of the optimizer's groups."""
@@ -258,16 +280,33 @@ def merge_steps(all_steps: Iterable[Steps]) -> Steps:
         for name, step in steps.items():
             if merged.setdefault(name, step) != step:
                 raise SwitchRefused(
-                    f"optimizer step of {name} is {merged[name]} on one rank and {step} on another"
+                    f"optimizer step of {name} is {merged[name]} in one place and {step} in another"
                 )
     return merged
 
 
+def _persistent_tensors(model: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers that a checkpoint keeps (the others are made anew), with names."""
+    for chunk in model:
+        yield from chunk.named_parameters()
+        for prefix, module in chunk.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    yield name, buffer
+
+
 def _checkpoint_entries(model: Sequence[Any], args: Namespace) -> list[tuple[Any, torch.Tensor]]:
-    """(sharded entry, its live tensor) for everything Megatron's checkpoint would hold."""
+    """(sharded entry, its live tensor) for everything Megatron's checkpoint would hold.
+
+    Raises :class:`SwitchRefused` naming the entry where an object that is no tensor holds state.
+    """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
     from megatron.core.utils import unwrap_model
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata
 
@@ -278,7 +317,26 @@ def _checkpoint_entries(model: Sequence[Any], args: Namespace) -> list[tuple[Any
         for value in nested_values(unwrap_model(chunk).sharded_state_dict(metadata=metadata)):
             if isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None:
                 entries.setdefault(id(value.data), (value, value.data))
+            if isinstance(value, ShardedObject) and not _is_empty(value.data):
+                raise SwitchRefused(
+                    f"{value.key} in Megatron's sharded_state_dict is no tensor but a "
+                    f"{type(value.data).__name__}, which cannot be cut for another layout "
+                    "(FP8 keeps its scales so)",
+                    "such a module is not supported yet; run without FP8",
+                )
     return list(entries.values())
+
+
+def _is_empty(extra_state: Any) -> bool:
+    """Whether what a module keeps beside its tensors says nothing.
+
+    Transformer Engine's modules always have such an object: in bf16 an empty byte tensor, or one
+    with a pickled empty dictionary.
+    """
+    if isinstance(extra_state, torch.Tensor):
+        data = extra_state.cpu().numpy().tobytes()
+        return not data or data in _PICKLED_NOTHING
+    return not extra_state
 
 
 def _parts(entry: Any, data: torch.Tensor) -> list[_Part]:
@@ -291,7 +349,13 @@ def _parts(entry: Any, data: torch.Tensor) -> list[_Part]:
         pieces = list(nested_values(built)) if isinstance(built, (dict, list)) else [built]
     else:
         pieces = [entry]
-    return [_part(piece, data) for piece in pieces]
+    parts = [_part(piece, data) for piece in pieces]
+    if sum(part.local.numel for part in parts) != data.numel():
+        raise SwitchRefused(
+            f"{entry.key}: Megatron's checkpoint description covers "
+            f"{sum(part.local.numel for part in parts)} of {data.numel()} elements"
+        )
+    return parts
 
 
 def _part(piece: Any, data: torch.Tensor) -> _Part:

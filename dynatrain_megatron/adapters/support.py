@@ -69,6 +69,12 @@ def _weight_shards(args: Namespace) -> Any:
     return shards if shards > args.tensor_model_parallel_size else None
 
 
+def _expert_weight_shards(args: Namespace) -> Any:
+    shards = getattr(args, "expert_tensor_parallel_num_weight_shards", None) or 0
+    cut = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return shards if shards > cut else None
+
+
 def _carried(what: str, flag: str, how: str) -> Option:
     return Option(what, flag, Fate.carried, how)
 
@@ -85,6 +91,7 @@ def _refused(
 
 _OTHER_STATE = "its state lies in places this version does not read"
 _GRAPHS = "graphs hold the old layout's memory"
+_SHARED_PARAMETER = "its checkpoint entries cut one parameter in a way this version does not read"
 _OLD_GROUPS = "its buffers hold the old layout's process groups"
 _IN_LOOP = "Megatron sets it up when it enters its training loop, so once more after a switch"
 
@@ -176,6 +183,15 @@ OPTIONS: tuple[Option, ...] = (
     _refused("FP8", "--fp8-format", _OTHER_STATE, _set("fp8")),
     _refused("FP4", "--fp4-format", _OTHER_STATE, _set("fp4")),
     _refused("weight shards", "--tensor-parallel-num-weight-shards", _OTHER_STATE, _weight_shards),
+    _refused(
+        "expert weight shards",
+        "--expert-tensor-parallel-num-weight-shards",
+        _OTHER_STATE,
+        _expert_weight_shards,
+    ),
+    _refused("experts in one parameter", "--moe-single-grouped-weight", _SHARED_PARAMETER),
+    _refused("expert biases in one parameter", "--moe-single-grouped-bias", _SHARED_PARAMETER),
+    _refused("fused MLA down-projection", "--mla-down-proj-fusion", _SHARED_PARAMETER),
     _refused("upcycling", "--moe-use-upcycling", "it builds a second model"),
     _refused(
         "external loader",

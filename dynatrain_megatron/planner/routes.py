@@ -14,6 +14,7 @@ source::
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,19 @@ class _Cells:
     start: IntArray
     stop: IntArray
     holders: list[dict[int, int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replica:
+    """A region ``[start, stop)`` of tensor number ``tensor`` that several ranks hold.
+
+    ``holders`` gives the slot of the fragment it lies in, by rank.
+    """
+
+    tensor: int
+    start: IntArray
+    stop: IntArray
+    holders: dict[int, int]
 
 
 def choose_routes(source: RosterSet, target: RosterSet, topology: Topology) -> Routes:
@@ -132,6 +146,15 @@ def unique_cover(rosters: RosterSet) -> Routes:
         return _empty(rosters.start.shape[1])
     tensors, ranks, slots = np.array(columns, dtype=np.int64).T
     return Routes(tensors, ranks, ranks, slots, slots, np.array(starts), np.array(stops))
+
+
+def replicas(rosters: RosterSet) -> Iterator[Replica]:
+    """Every region that more than one rank holds; disjoint, in the same order everywhere."""
+    for tensor, rows in enumerate(_rows_by_tensor(rosters)):
+        cells = _cells(rosters, rows)
+        for start, stop, held_by in zip(cells.start, cells.stop, cells.holders, strict=True):
+            if len(held_by) > 1:
+                yield Replica(tensor, start, stop, held_by)
 
 
 def _rows_by_tensor(rosters: RosterSet) -> list[IntArray]:

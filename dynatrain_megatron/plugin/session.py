@@ -330,6 +330,7 @@ class Session:
         return SwitchOptions(
             PlanOptions(engine.staging_mib << 20, engine.window_ops),
             verify=engine.verify is not Verify.off,
+            check_replicas=engine.check_replicas,
             timeout_s=engine.timeout_s,
         )
 

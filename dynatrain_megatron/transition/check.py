@@ -40,6 +40,9 @@ def check_request(
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
     check_supported(args, source, layout)
     try:
-        return Target(layout, launch.validated(layout, args))
+        target = Target(layout, launch.validated(layout, args))
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
+    # What a flag means may depend on the layout: weight shards beyond tp are none in a larger tp.
+    check_supported(target.args, source, layout)
+    return target

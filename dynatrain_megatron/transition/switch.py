@@ -3,6 +3,7 @@
 ::
 
     quiesce   finish what is in flight, describe the state as it lies       old groups in force
+    replicas  if asked: what several ranks hold compared, refused where it differs
     groups    make the target's process groups aside, install them          new groups in force
     build     target model, optimizer, scheduler, iterators: empty
     plan      exchange rosters, every rank makes the same plan, digests compared
@@ -34,6 +35,7 @@ from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
 from dynatrain_megatron.engine import ExecutionReport, Fragments, TorchTransport, Transport, execute
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.memory import Dropped, storage_bytes
+from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.errors import SwitchRefused, TransitionError
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
@@ -47,10 +49,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SwitchOptions:
-    """``verify`` False skips the fingerprints; ``timeout_s`` bounds each wait of the transfer."""
+    """``verify`` False skips the fingerprints; ``timeout_s`` bounds each wait of the transfer.
+
+    ``check_replicas`` compares what several ranks hold before anything is built.
+    """
 
     plan: PlanOptions
     verify: bool = True
+    check_replicas: bool = False
     timeout_s: float = 600.0
 
 
@@ -107,7 +113,12 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         source = HostState(job.model, job.optimizer, job.args)
         source.allocate_moments()
         old_fragments = _described(source, bridge, options.timeout_s)
+        old_rosters = _gather_rosters(old_fragments, bridge, options.timeout_s)
         old_bytes = storage_bytes(source.tensors())
+    if options.check_replicas:
+        with phase("replicas", "what several ranks hold compared"):
+            replicated = RosterSet.merge(old_rosters)
+            check_replicas(replicated, old_fragments, bridge, timeout_s=options.timeout_s)
     old_groups = groups.capture()
     with skeleton.host_context(job), _without_gradients(source) as old_gradients:
         baseline = _install_arguments(job, target)
@@ -115,7 +126,8 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         made, new, new_fragments = built.made, built.state, built.fragments
         expected = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
-            rosters = _exchange_rosters(old_fragments, new_fragments, bridge, options.timeout_s)
+            new_rosters = _gather_rosters(new_fragments, bridge, options.timeout_s)
+            rosters = _merged(old_rosters, new_rosters)
             topology = _topology(bridge, options.timeout_s)
             plan = make_plan(*rosters, topology, options.plan)
             _agree_on(plan, bridge, options.timeout_s)
@@ -261,18 +273,18 @@ def _built(
     return new_groups, built
 
 
-def _exchange_rosters(
-    old: Fragments, new: Fragments, bridge: Transport, timeout_s: float
-) -> tuple[RosterSet, RosterSet]:
-    rosters = []
-    for fragments in (old, new):
-        rows = bridge.all_gather(fragments.roster.to_bytes(), timeout_s=timeout_s)
-        rosters.append([Roster.from_bytes(row) for row in rows])
+def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -> list[Roster]:
+    rows = bridge.all_gather(fragments.roster.to_bytes(), timeout_s=timeout_s)
+    return [Roster.from_bytes(row) for row in rows]
+
+
+def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]:
+    """Both roster sets over one list of logical tensors."""
     try:
-        tensors = union_of_tensors([*rosters[0], *rosters[1]])
+        tensors = union_of_tensors([*old, *new])
     except ValueError as error:
         raise TransitionError(str(error)) from error
-    return RosterSet.merge(rosters[0], tensors), RosterSet.merge(rosters[1], tensors)
+    return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
 
 
 def _topology(bridge: Transport, timeout_s: float) -> Topology:

@@ -23,9 +23,12 @@ from dynatrain_megatron.layout import LAYOUT_KEYS
 KEYS = (
     "source", "target", "switch_at", "schedule", "run_dir", "platform", "on_refusal",
     "engine.schedule", "engine.staging_mib", "engine.window_ops", "engine.verify",
-    "engine.timeout_s", "record_steps", "save_after_switch",
+    "engine.check_replicas", "engine.timeout_s", "record_steps", "save_after_switch",
 )  # fmt: skip
-GROUP = "a group {schedule: …, staging_mib: …, window_ops: …, verify: …, timeout_s: …}"
+GROUP = (
+    "a group {schedule: …, staging_mib: …, window_ops: …, verify: …, check_replicas: …, "
+    "timeout_s: …}"
+)
 
 
 def refused(*overrides: str) -> str:
@@ -47,6 +50,7 @@ def test_the_defaults() -> None:
     assert config.on_refusal is OnRefusal["continue"]
     assert config.engine == EngineConfig(staging_mib=256, window_ops=256, timeout_s=600)
     assert config.engine.verify is Verify.fingerprint
+    assert config.engine.check_replicas is False
     assert (config.source, config.run_dir, config.record_steps) == ("auto", "dynatrain-run", True)
 
 
@@ -81,7 +85,7 @@ def test_all_keys_at_once() -> None:
             "source=tp2-dp2", "target=pp4", "switch_at=3", "run_dir=out/run-1", "platform=cpu",
             "on_refusal=fail", "engine.schedule=direct", "engine.staging_mib=1",
             "engine.window_ops=2", "engine.verify=off", "engine.timeout_s=1.5",
-            "record_steps=false", "save_after_switch=true",
+            "engine.check_replicas=true", "record_steps=false", "save_after_switch=true",
         ]
     )  # fmt: skip
     assert config == DynaTrainConfig(
@@ -91,7 +95,9 @@ def test_all_keys_at_once() -> None:
         run_dir="out/run-1",
         platform=PlatformChoice.cpu,
         on_refusal=OnRefusal.fail,
-        engine=EngineConfig(staging_mib=1, window_ops=2, verify=Verify.off, timeout_s=1.5),
+        engine=EngineConfig(
+            staging_mib=1, window_ops=2, verify=Verify.off, check_replicas=True, timeout_s=1.5
+        ),
         record_steps=False,
         save_after_switch=True,
     )
@@ -207,6 +213,7 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("engine.timeout_s=soon", "a number above 0 (seconds)"),
         ("engine.timeout_s=nan", "a number above 0 (seconds)"),
         ("engine.timeout_s=inf", "a number above 0 (seconds)"),
+        ("engine.check_replicas=maybe", "true or false"),
         ("record_steps=maybe", "true or false"),
         ("record_steps=null", "true or false"),
         ("schedule=5", "a list such as [{iteration: 50, layout: {tp: 1, pp: 2}}]"),

@@ -135,10 +135,12 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         )
         assert event["fingerprint"]["before"] == event["fingerprint"]["after"]
         assert event["groups"]["created"] > 0 and event["groups"]["destroyed"] > 0
-        assert event["peak_extra_bytes"] == event["planned_peak_extra_bytes"] > 0
+        assert event["peak_extra_bytes"] == event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
         assert timed | {"rebuild", "verify", "commit"} == set(event["seconds"])
         assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
+    # the gradients dropped may outweigh all that comes: then a switch takes no memory at all
+    assert max(event["peak_extra_bytes"] for event in events) > 0
     ours, theirs = logged_losses(switched), logged_losses(static)
     assert len(ours) == ITERATIONS  # a line a step; Megatron's second one averages two steps
     assert ours == pytest.approx(theirs, rel=1e-6)

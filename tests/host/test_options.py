@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from argparse import Namespace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from dynatrain_megatron.adapters.support import OPTIONS, Fate, check_supported, options_table
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.transition.check import check_request
+from tests.dry import DryJob
 from tests.host import test_around_ends, test_around_interval, test_around_logs
 from tests.ranks import TINY_LLAMA, run_ranks
 
@@ -31,6 +34,7 @@ VALUES = {
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--tensor-parallel-num-weight-shards": "4",
+    "--expert-tensor-parallel-num-weight-shards": "4",
     "--dataloader-type": "external",
 }
 
@@ -79,6 +83,26 @@ def test_every_refused_option_is_refused_by_name(
     refused = [row.flag for row in OPTIONS if row.fate is Fate.refused]
     assert sorted(set(refused) - set(found)) == ["one-logger"]
     assert len(set(refused)) == len(refused)
+
+
+@pytest.mark.host
+def test_an_option_that_the_target_would_turn_on_is_refused() -> None:
+    def worker(rank: int) -> str:
+        shards = ["--tensor-model-parallel-size", "4", "--tensor-parallel-num-weight-shards", "4"]
+        job, source = DryJob([*TINY_LLAMA, *shards]), ParallelLayout(tp=4)
+        live = Namespace(rank=0, global_batch_size=8)
+        with pytest.raises(SwitchRefused) as refused:
+            check_request(
+                "tp2",
+                launch=job.launch,
+                launch_layout=source,
+                source=source,
+                args=job.launch.validated(source, live),
+            )
+        return refused.value.reason
+
+    (reason,) = run_ranks(1, worker)
+    assert reason.startswith("--tensor-parallel-num-weight-shards 4 is not supported in a switch")
 
 
 @pytest.mark.host

@@ -27,6 +27,7 @@ from tests.planner.worlds import (
     held,
     irregular_cases,
     layout_case,
+    mixed_cases,
     region_of,
 )
 from tests.vps.strategies import slices
@@ -60,6 +61,12 @@ def assert_laws(case: Case) -> None:
 @settings(max_examples=1_000, deadline=None)
 @given(irregular_cases())
 def test_the_laws_hold_for_irregular_rosters(case: Case) -> None:
+    assert_laws(case)
+
+
+@settings(max_examples=500, deadline=None)
+@given(mixed_cases())
+def test_the_laws_hold_where_each_layer_is_laid_out_in_its_own_way(case: Case) -> None:
     assert_laws(case)
 
 

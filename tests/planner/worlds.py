@@ -1,10 +1,13 @@
 """Random pairs of roster sets, and brute-force truth about them.
 
-Two kinds: *irregular* ones, where ranks hold any boxes, replicated, overlapping or twice, and
-*layouts*, where a small model is cut as Megatron cuts it: tensors over tp, layers over pp, and
-flat ranges of what a rank holds over dp.
+Three kinds: *irregular* ones, where ranks hold any boxes, replicated, overlapping or twice;
+*mixed* ones, where each layer of each tensor is laid out in its own way, cut over some ranks,
+sharded or replicated over others; and *layouts*, where a small model is cut as Megatron cuts it:
+tensors over tp, layers over pp, and flat ranges of what a rank holds over dp.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +97,85 @@ def irregular_cases(draw: st.DrawFn, max_ranks: int = 4) -> Case:
         for rank in draw(st.lists(ranks, max_size=5)):
             after[rank].add(tensor, draw(regions(tensor.shape)))
     return Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
+
+
+# ------------------------------------------------------------------ mixed
+
+
+@st.composite
+def bounds(draw: st.DrawFn, start: int, stop: int, parts: int) -> list[int]:
+    """Where ``parts`` parts of [start, stop) begin and end; uneven, some of them empty."""
+    inner = st.lists(st.integers(start, stop), min_size=parts - 1, max_size=parts - 1)
+    return [start, *sorted(draw(inner)), stop]
+
+
+@st.composite
+def placements(draw: st.DrawFn, whole: Region, num_ranks: int) -> list[tuple[int, Region]]:
+    """(rank, region) for one layer: cut over groups of some ranks, then shared within each group.
+
+    Each group either shards its part by flat ranges, as a distributed optimizer does, or all its
+    ranks hold all of it.
+    """
+    ranks = draw(
+        st.lists(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks, unique=True)
+    )
+    num_groups = draw(st.integers(1, len(ranks))) if whole.ndim else 1
+    dim = draw(st.integers(0, whole.ndim - 1)) if whole.ndim else 0
+    parts = [whole]
+    if whole.ndim:
+        cuts = draw(bounds(whole.start[dim], whole.stop[dim], num_groups))
+        parts = [
+            Region(
+                (*whole.start[:dim], low, *whole.start[dim + 1 :]),
+                (*whole.stop[:dim], high, *whole.stop[dim + 1 :]),
+            )
+            for low, high in itertools.pairwise(cuts)
+            if low < high
+        ]
+    found: list[tuple[int, Region]] = []
+    for group, part in enumerate(parts):
+        members = ranks[group::num_groups]
+        if draw(st.booleans()):
+            found += [(rank, part) for rank in members]
+            continue
+        flat = draw(bounds(0, part.numel, len(members)))
+        for rank, (low, high) in zip(members, itertools.pairwise(flat), strict=True):
+            found += [
+                (rank, region.shift(part.start))
+                for region in flat_range_regions(part.shape, low, high)
+            ]
+    return found
+
+
+@st.composite
+def mixed_rosters(
+    draw: st.DrawFn, tensors: Sequence[LogicalTensor], num_ranks: int
+) -> tuple[Roster, ...]:
+    """Rosters in which every tensor, or every layer of one, is laid out in its own way."""
+    builders = [RosterBuilder() for _ in range(num_ranks)]
+    for tensor in tensors:
+        whole = Region.whole(tensor.shape)
+        layers = [whole]
+        if whole.ndim > 1 and draw(st.booleans()):
+            layers = [
+                Region((i, *whole.start[1:]), (i + 1, *whole.stop[1:]))
+                for i in range(tensor.shape[0])
+            ]
+        for layer in layers:
+            for rank, region in draw(placements(layer, num_ranks)):
+                builders[rank].add(tensor, region)
+    return tuple(builder.build() for builder in builders)
+
+
+@st.composite
+def mixed_cases(
+    draw: st.DrawFn, tensors: Sequence[LogicalTensor] | None = None, max_ranks: int = 5
+) -> Case:
+    """Two mixed layouts of the same tensors over the same ranks."""
+    num_ranks = draw(st.integers(1, max_ranks))
+    chosen = draw(logical_tensors()) if tensors is None else tensors
+    rosters = mixed_rosters(chosen, num_ranks)
+    return Case(draw(rosters), draw(rosters))
 
 
 # ------------------------------------------------------------------ layouts

@@ -57,6 +57,7 @@ PHASES: dict[str, str] = {
     # Getting ready: blues.
     "prepare": "#3f51a3",
     "quiesce": "#6c86dd",
+    "replicas": "#8fa6ea",
     "groups": "#3c8dc5",
     "build": "#62b8e6",
     "plan": "#a3d6ef",
