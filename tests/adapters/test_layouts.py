@@ -8,12 +8,13 @@ own regions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.dry import DryJob
 from tests.ranks import TINY_LLAMA, run_ranks
+from tests.support import How
 from tests.truth import Rules, Truth, carried
 
 LLAMA = [
@@ -81,7 +82,7 @@ CASES = {
 
 @pytest.mark.host
 @pytest.mark.parametrize("name", CASES)
-def test_every_element_arrives_at_its_place(name: str) -> None:
+def test_every_element_arrives_at_its_place(name: str, support: Any) -> None:
     case = CASES[name]
 
     def worker(rank: int) -> list[str]:
@@ -91,3 +92,4 @@ def test_every_element_arrives_at_its_place(name: str) -> None:
 
     (wrong,) = run_ranks(1, worker)
     assert wrong == []
+    support(name, How.MOVED, [(case.one, case.other), (case.other, case.one)])

@@ -17,6 +17,7 @@ from dynatrain_megatron.layout import ParallelLayout
 from tests.adapters import stand_ins
 from tests.dry import DryJob
 from tests.ranks import TINY_LLAMA, run_ranks
+from tests.support import How
 from tests.truth import Rules, Truth, carried, swiglu_halves
 
 FLAGS = [*TINY_LLAMA, "--bf16", "--use-distributed-optimizer"]
@@ -34,21 +35,25 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "mamba": Case(stand_ins.mamba, FLAGS, "dp4", "tp2-dp2", stand_ins.mamba_segments),
-    "mamba, plain optimizer": Case(
+    "Mamba layers (stand-in)": Case(
+        stand_ins.mamba, FLAGS, "dp4", "tp2-dp2", stand_ins.mamba_segments
+    ),
+    "Mamba layers (stand-in), plain optimizer": Case(
         stand_ins.mamba, FLAGS, "tp2-noopt", "dp4", stand_ins.mamba_segments
     ),
-    "grouped experts": Case(stand_ins.grouped_experts, EXPERTS, "tp2-dp2-ep2-etp1-sp", "dp4-ep4"),
-    "grouped experts, cut": Case(
+    "grouped experts (stand-in)": Case(
+        stand_ins.grouped_experts, EXPERTS, "tp2-dp2-ep2-etp1-sp", "dp4-ep4"
+    ),
+    "grouped experts (stand-in), cut": Case(
         stand_ins.grouped_experts, EXPERTS, "tp2-dp2-ep2-sp", "dp4-ep2-noopt"
     ),
-    "frozen parameters and buffers": Case(stand_ins.frozen, FLAGS, "dp2", "tp2-dp2"),
+    "frozen parameters and buffers (stand-in)": Case(stand_ins.frozen, FLAGS, "dp2", "tp2-dp2"),
 }
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("name", CASES)
-def test_every_element_arrives_at_its_place(name: str) -> None:
+def test_every_element_arrives_at_its_place(name: str, support: Any) -> None:
     case = CASES[name]
 
     def worker(rank: int) -> list[str]:
@@ -59,6 +64,7 @@ def test_every_element_arrives_at_its_place(name: str) -> None:
 
     (wrong,) = run_ranks(1, worker)
     assert wrong == []
+    support(name, How.MOVED, [(case.one, case.other), (case.other, case.one)])
 
 
 def pickled(value: Any) -> torch.Tensor:

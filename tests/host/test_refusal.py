@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,9 +104,19 @@ def test_rows_padded_for_the_launch_stay_and_losses_with_them(tmp_path: Path) ->
         "schedule=[{iteration: 2, layout: dp2}, {iteration: 4, layout: pp2}, "
         "{iteration: 5, layout: tp2}]"
     )
+    rows = tmp_path / "rows"
+
+    def note(logged: Mapping[str, Any]) -> None:
+        from megatron.training import get_args
+
+        with rows.open("a") as file:
+            file.write(f"{get_args().padded_vocab_size}\n")
+
     static = run_megatron(2, flags, [], tmp_path / "static")
-    switched = run_megatron(2, flags, [schedule], tmp_path / "switched")
-    assert re.search(r"padded vocab .*new size: 1002", static.logs[0])
+    switched = run_megatron(
+        2, flags, [schedule], tmp_path / "switched", inside=lambda: around.at_each_log(note)
+    )
+    assert rows.read_text().split() == ["1002"] * 12
     expected, got = around.steps(static.run_dir), around.steps(switched.run_dir)
     assert [step["layout"] for step in got] == ["tp2", "tp2", "dp2", "dp2", "pp2", "tp2"]
     for a, b in zip(expected, got, strict=True):
