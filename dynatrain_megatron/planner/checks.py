@@ -7,9 +7,9 @@ from collections import defaultdict
 import numpy as np
 
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.planner.routes import Routes
+from dynatrain_megatron.planner.routes import Routes, unique_cover
 from dynatrain_megatron.vps.region import Region
-from dynatrain_megatron.vps.roster import RosterSet
+from dynatrain_megatron.vps.roster import IntArray, RosterSet
 
 
 def check_coverage(routes: Routes, source: RosterSet, target: RosterSet) -> None:
@@ -68,6 +68,32 @@ def lower_bound_bytes(source: RosterSet, target: RosterSet) -> int:
         kept = sum(common.numel for h in held if (common := need.intersect(h)) is not None)
         total += (need.numel - kept) * target.tensors[int(target.tensor[row])].element_bytes
     return total
+
+
+def check_nothing_lost(source: RosterSet, target: RosterSet) -> None:
+    """What the source holds of each logical tensor, the target holds too, no more and no less.
+
+    A target in which a layer is missing would be covered all the same. Raises
+    :class:`TransitionError` naming the tensors and how many elements each side has.
+    """
+    held = [_elements(rosters) for rosters in (source, target)]
+    odd = np.nonzero(held[0] != held[1])[0]
+    if len(odd):
+        raise TransitionError(
+            "the target layout does not hold the same state: "
+            + "; ".join(
+                f"{source.tensors[i].name!r} has {held[0][i]} elements now and {held[1][i]} there"
+                for i in odd[:5]
+            )
+        )
+
+
+def _elements(rosters: RosterSet) -> IntArray:
+    """Different elements held of each logical tensor, [len(tensors)]."""
+    cover = unique_cover(rosters)
+    counts = np.zeros(len(rosters.tensors), dtype=np.int64)
+    np.add.at(counts, cover.tensor, cover.numel)
+    return counts
 
 
 def _region(rosters: RosterSet, row: int) -> Region:

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from dynatrain_megatron.adapters import arguments, groups, skeleton
@@ -39,6 +40,7 @@ from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.errors import SwitchRefused, TransitionError
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
+from dynatrain_megatron.planner.checks import check_nothing_lost
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.vps import Roster, RosterSet
@@ -127,9 +129,14 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         expected = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
             new_rosters = _gather_rosters(new_fragments, bridge, options.timeout_s)
-            rosters = _merged(old_rosters, new_rosters)
             topology = _topology(bridge, options.timeout_s)
-            plan = make_plan(*rosters, topology, options.plan)
+            try:
+                rosters = _merged(old_rosters, new_rosters)
+                check_nothing_lost(*rosters)
+                plan = make_plan(*rosters, topology, options.plan)
+            except TransitionError as error:  # the same on every rank
+                groups.destroy(new_groups)
+                raise SwitchRefused(str(error), f"the job stays in layout {job.layout}") from error
             _agree_on(plan, bridge, options.timeout_s)
         executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
         with phase("rebuild", "parameters gathered from main parameters"):
@@ -317,10 +324,16 @@ def _verify(
     timeout_s: float,
 ) -> dict[str, str]:
     check_received(plan, old, new, bridge, timeout_s=timeout_s)
-    before, _ = fingerprint(rosters[0], old, bridge, timeout_s=timeout_s)
-    after, _ = fingerprint(rosters[1], new, bridge, timeout_s=timeout_s)
+    before, old_sums = fingerprint(rosters[0], old, bridge, timeout_s=timeout_s)
+    after, new_sums = fingerprint(rosters[1], new, bridge, timeout_s=timeout_s)
     if before != after:
-        raise TransitionError(f"fingerprint of the whole state was {before} and is {after}")
+        odd = np.unique(np.nonzero(old_sums != new_sums)[0])
+        raise TransitionError(
+            f"fingerprint of the whole state was {before} and is {after}, although every rank has "
+            "its sources' bits: copies that should be equal differed before the switch, of "
+            f"{', '.join(plan.tensors[i].name for i in odd[:5])}; engine.check_replicas=true "
+            "names the ranks and refuses such a switch"
+        )
     return {"before": before, "after": after}
 
 

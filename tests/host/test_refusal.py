@@ -131,3 +131,33 @@ def test_rows_that_the_new_tp_cannot_cut_are_a_reason_to_refuse(tmp_path: Path) 
     assert "tp=2 must divide padded_vocab_size=1001" in event["reason"]
     assert "--make-vocab-size-divisible-by" in event["reason"]
     assert len(around.steps(tmp_path)) == 6
+
+
+def lose_layers_in_the_target() -> None:
+    """The second model that is made has a layer too few, without a word of it; in a rank."""
+    from megatron.core.models.gpt import GPTModel
+
+    real, made = GPTModel.__init__, []
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        if made:
+            self.decoder.layers = self.decoder.layers[:-1]
+        made.append(self)
+
+    GPTModel.__init__ = init
+
+
+@pytest.mark.host
+def test_a_target_that_would_lose_layers_is_refused(tmp_path: Path) -> None:
+    run_megatron(
+        2,
+        [*TINY_LLAMA, "--use-distributed-optimizer", "--global-batch-size", "4"],
+        ["target=tp2", "switch_at=2"],
+        tmp_path,
+        inside=lose_layers_in_the_target,
+    )
+    (event,) = around.events(tmp_path)
+    assert event["event"] == "refused"
+    assert re.search(r"does not hold the same state: '\S+' has \d+ elements now", event["reason"])
+    assert [step["layout"] for step in around.steps(tmp_path)] == ["dp2"] * 4

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.layout import ParallelLayout, layouts
 from dynatrain_megatron.planner import Topology
-from dynatrain_megatron.planner.checks import check_coverage, lower_bound_bytes
+from dynatrain_megatron.planner.checks import (
+    check_coverage,
+    check_nothing_lost,
+    lower_bound_bytes,
+)
 from dynatrain_megatron.planner.routes import Routes, choose_routes, unique_cover
-from dynatrain_megatron.vps import Region, RosterBuilder, RosterSet
+from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, RosterSet
 from tests.planner.worlds import (
     FLOAT32,
     Case,
@@ -306,3 +310,27 @@ def test_the_bound_counts_a_region_held_twice_once() -> None:
     after.add(tensor, Region.whole(tensor.shape))
     case = Case((before.build(),), (after.build(),))
     assert lower_bound_bytes(case.source, case.target) == brute_force_bound(case) == 4 * 12
+
+
+def test_a_target_with_less_or_more_than_the_source_is_named() -> None:
+    tensor = LogicalTensor("layers", (4, 2), FLOAT32)
+
+    def rosters(*layers: range) -> RosterSet:
+        builders = [RosterBuilder() for _ in layers]
+        for builder, held_here in zip(builders, layers, strict=True):
+            for layer in held_here:
+                builder.add(tensor, Region((layer, 0), (layer + 1, 2)))
+        return RosterSet.merge([builder.build() for builder in builders])
+
+    whole = rosters(range(4), range(2, 4))
+    check_nothing_lost(whole, rosters(range(2), range(2, 4)))
+    with pytest.raises(TransitionError, match="'layers' has 8 elements now and 4 there"):
+        check_nothing_lost(whole, rosters(range(2), range(1, 2)))
+    with pytest.raises(TransitionError, match="'layers' has 4 elements now and 8 there"):
+        check_nothing_lost(rosters(range(2), range(1)), whole)
+
+
+@given(layout_cases())
+@settings(max_examples=50)
+def test_layouts_of_one_model_hold_the_same(case: Case) -> None:
+    check_nothing_lost(RosterSet.merge(case.before), RosterSet.merge(case.after))
