@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from dynatrain_megatron.layout import ParallelLayout
 from tests import support
 from tests.support import How
@@ -19,6 +21,15 @@ def test_every_recorded_test_exists_and_records() -> None:
         source = (support.ROOT / path).read_text()
         assert f"def {function.rpartition('::')[2]}(" in source, (name, row["test"])
         assert "support(" in source, (name, path)
+
+
+def test_every_test_named_in_the_page_of_faults_exists() -> None:
+    text = (support.ROOT / "docs" / "faults.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) >= 10
+    for path, function in named:
+        source = (support.ROOT / path).read_text()
+        assert not function or f"def {function}(" in source, (path, function)
 
 
 def test_axes_that_changed() -> None:
