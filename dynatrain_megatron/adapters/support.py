@@ -212,11 +212,6 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
                 f"{row.flag}{shown} is not supported in a switch: {row.how}",
                 f"{row.instead or f'run without {row.flag}'}, or stay in layout {source}",
             )
-    if target.cp > 1 and args.transformer_impl == "local":
-        raise SwitchRefused(
-            f"cp={target.cp} needs Transformer Engine's attention, and --transformer-impl is local",
-            "run with --transformer-impl transformer_engine on GPUs, or ask for cp=1",
-        )
     if args.dataloader_type == "cyclic" and source.dp * source.mbs != target.dp * target.mbs:
         raise SwitchRefused(
             "--dataloader-type cyclic deals samples to data-parallel ranks in buckets, so another "

@@ -36,6 +36,7 @@ class RefusedFlag:
         reason: why the others cannot.
         instead: what the user can do.
         unless: another flag with which it works all the same.
+        above_one: another flag without which, or at 1, it works all the same.
     """
 
     flag: str
@@ -43,6 +44,7 @@ class RefusedFlag:
     reason: str
     instead: str
     unless: str | None = None
+    above_one: str | None = None
 
 
 def _never(value: str) -> bool:
@@ -79,12 +81,26 @@ CPU_REFUSED: tuple[RefusedFlag, ...] = (
     ),
     RefusedFlag("--transformer-impl", _one_of("local"), _NO_TE, "use local or leave it out"),
     RefusedFlag(
-        "--context-parallel-size",
-        _one_of("1"),
-        "Megatron's local attention, the only one that runs on a CPU, does not split the sequence",
-        "use tensor or pipeline parallelism instead, or run on GPUs (platform=cuda)",
+        "--cp-comm-type",
+        _one_of("p2p", "allgather"),
+        "the attention here has one way of joining the pieces of a sequence, with the same result",
+        "leave it out",
+        above_one="--context-parallel-size",
     ),
-    RefusedFlag("--multi-latent-attention", _never, "Megatron's local attention has none", _ON_GPU),
+    RefusedFlag(
+        "--hierarchical-context-parallel-sizes",
+        _never,
+        "the attention here joins the pieces of a sequence in one group",
+        "leave it out",
+    ),
+    RefusedFlag(
+        "--window-size",
+        _never,
+        "the attention here has no window over a sequence in pieces",
+        "use tensor or pipeline parallelism instead of context parallelism, or run on GPUs "
+        "(platform=cuda)",
+        above_one="--context-parallel-size",
+    ),
     RefusedFlag("--pipeline-model-parallel-comm-backend", _never, "gloo is in use", "leave it out"),
     RefusedFlag("--cuda-graph-impl", _one_of("none"), "CUDA graphs need CUDA", _ON_GPU),
     RefusedFlag("--cpu-offloading-num-layers", _one_of("0"), _NO_TE, _ON_GPU),
@@ -138,6 +154,8 @@ def refuse(argv: Sequence[str], refused: Sequence[RefusedFlag], where: str) -> N
     for rule in refused:
         value = value_of(argv, rule.flag)
         if rule.unless is not None and value_of(argv, rule.unless) is not None:
+            continue
+        if rule.above_one is not None and value_of(argv, rule.above_one) in (None, "1"):
             continue
         if value is not None and not rule.works(value):
             given = f"{rule.flag} {value}".rstrip()
