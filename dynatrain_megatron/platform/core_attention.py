@@ -27,8 +27,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# How Transformer Engine may exchange the pieces, of those that mean the same result here: gathering
-# is the one way there is. The first is what Megatron has by default.
+# Megatron's default, which means any way to it, and the way that is taken.
 _COMMUNICATION = (None, "p2p", "allgather", "all_gather")
 
 

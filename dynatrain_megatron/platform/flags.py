@@ -82,7 +82,7 @@ CPU_REFUSED: tuple[RefusedFlag, ...] = (
     RefusedFlag("--transformer-impl", _one_of("local"), _NO_TE, "use local or leave it out"),
     RefusedFlag(
         "--cp-comm-type",
-        _one_of("p2p", "allgather"),
+        _one_of("p2p", "allgather", "all_gather"),
         "the attention here has one way of joining the pieces of a sequence, with the same result",
         "leave it out",
         above_one="--context-parallel-size",

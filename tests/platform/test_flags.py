@@ -28,7 +28,15 @@ def test_each_added_flag_is_logged_with_its_reason(caplog: pytest.LogCaptureFixt
         ("--distributed-backend nccl", ("--distributed-backend nccl", "NCCL", "use gloo")),
         ("--distributed-backend=nccl", ("--distributed-backend nccl", "use gloo")),
         ("--transformer-impl transformer_engine", ("transformer_engine", "use local")),
-        ("--context-parallel-size 2", ("--context-parallel-size 2", "tensor or pipeline")),
+        (
+            "--context-parallel-size 2 --window-size 8,0",
+            ("--window-size 8,0", "tensor or pipeline"),
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a",
+            ("--cp-comm-type a2a", "leave it out"),
+        ),
+        ("--hierarchical-context-parallel-sizes 2 2", ("--hierarchical-context-parallel-sizes",)),
         ("--fp8-format hybrid", ("--fp8-format hybrid", "Transformer Engine")),
         ("--use-precision-aware-optimizer --lr 1", ("--use-precision-aware-optimizer cannot",)),
         ("--moe-token-dispatcher-type flex", ("flex", "alltoall")),
@@ -46,7 +54,9 @@ def test_what_cannot_work_is_refused_by_name(argv: str, parts: tuple[str, ...]) 
 @pytest.mark.parametrize(
     "argv",
     [
-        "--context-parallel-size 1 --cuda-graph-impl none --cpu-offloading-num-layers 0",
+        "--context-parallel-size 1 --window-size 8,0 --cp-comm-type a2a --cuda-graph-impl none",
+        "--context-parallel-size 2 --cp-comm-type allgather --multi-latent-attention",
+        "--window-size 8,0 --cpu-offloading-num-layers 0",
         "--moe-token-dispatcher-type alltoall --profile --use-pytorch-profiler",
     ],
 )
