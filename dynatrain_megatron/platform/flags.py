@@ -55,6 +55,10 @@ def _one_of(*values: str) -> Callable[[str], bool]:
     return lambda value: value in values
 
 
+def _without(letters: str) -> Callable[[str], bool]:
+    return lambda value: not set(letters) & set(value)
+
+
 _NO_CUDA_KERNEL = "its kernel exists for CUDA only"
 _NO_TE = "it needs Transformer Engine, which runs on CUDA only"
 _ON_GPU = "leave it out here, or run on GPUs (platform=cuda)"
@@ -64,6 +68,7 @@ _TE_FLAGS = (
     *("--tp-comm-overlap", "--use-precision-aware-optimizer", "--delay-wgrad-compute"),
     *("--moe-permute-fusion", "--moe-router-fusion"),
 )
+_PATTERN_FLAGS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _GRAPH_FLAGS = ("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph")
 
 CPU_DEFAULTS: tuple[DefaultFlag, ...] = (
@@ -100,6 +105,16 @@ CPU_REFUSED: tuple[RefusedFlag, ...] = (
         "use tensor or pipeline parallelism instead of context parallelism, or run on GPUs "
         "(platform=cuda)",
         above_one="--context-parallel-size",
+    ),
+    *(
+        RefusedFlag(
+            flag,
+            _without("MGD"),
+            "the kernels of Mamba (M), gated delta net (G) and sparse attention (D) layers exist "
+            "for CUDA only",
+            "use *, +, - and E layers, or run on GPUs (platform=cuda)",
+        )
+        for flag in _PATTERN_FLAGS
     ),
     RefusedFlag("--pipeline-model-parallel-comm-backend", _never, "gloo is in use", "leave it out"),
     RefusedFlag("--cuda-graph-impl", _one_of("none"), "CUDA graphs need CUDA", _ON_GPU),
@@ -143,6 +158,21 @@ def cpu_defaults(argv: Sequence[str]) -> list[str]:
             added += default.words()
             logger.info("added %s: %s", " ".join(default.words()), default.reason)
     return added
+
+
+def local_stack(argv: Sequence[str]) -> list[str]:
+    """Flags to append where ``argv`` asks for a Hybrid model of local modules; logged.
+
+    Megatron's own layers of a Hybrid model are made of Transformer Engine's modules.
+    """
+    hybrid = any(value_of(argv, flag) is not None for flag in _PATTERN_FLAGS)
+    if not hybrid or value_of(argv, "--transformer-impl") != "local" or "--spec" in argv:
+        return []
+    normed = value_of(argv, "--qk-layernorm") is not None
+    name = "stack_with_latent_norms" if normed else "stack"
+    words = ["--spec", "dynatrain_megatron.platform.hybrid_stack", name]
+    logger.info("added %s: Megatron's own layers need Transformer Engine", " ".join(words))
+    return words
 
 
 def refuse(argv: Sequence[str], refused: Sequence[RefusedFlag], where: str) -> None:

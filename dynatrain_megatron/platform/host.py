@@ -85,6 +85,17 @@ def _mla_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _hybrid_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    @functools.wraps(original, updated=())
+    def norm(config: Any, **kwargs: Any) -> Any:
+        kind = WrappedTorchNorm if config.transformer_impl == "local" else original
+        return kind(config=config, **kwargs)
+
+    return norm
+
+
 def _uses_torch_adam() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
@@ -167,6 +178,11 @@ HOST_TABLE: tuple[Replacement, ...] = (
         "without sequence parallelism, lets the gradient of the query's norm be summed over the "
         "tensor-parallel ranks, as if each had seen a part of it",
         _mla_init,
+    ),
+    Replacement(
+        "megatron.core.models.hybrid.hybrid_block.TENorm",
+        "is the last norm of every Hybrid model, also of one made of local modules",
+        _hybrid_norm,
     ),
     Replacement(
         f"{_DISTRIBUTED}.state_dict",
