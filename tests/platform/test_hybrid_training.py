@@ -67,3 +67,19 @@ def test_layers_that_need_cuda_are_refused(tmp_path: Path) -> None:
     text = failure([*FLAGS, "--hybrid-layer-pattern", "M-*-"], tmp_path)
     assert "--hybrid-layer-pattern M-*- cannot work on the CPU platform" in text
     assert "use *, +, - and E layers" in text
+
+
+@pytest.mark.host
+def test_a_checkpoint_has_the_names_of_megatrons_own_layers(tmp_path: Path) -> None:
+    """Those that Transformer Engine gives the norms which it fuses into projections."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    save = f"--save {tmp_path}/saved --save-interval 1 --ckpt-format torch_dist --train-iters 1"
+    run_megatron(1, [*FLAGS, "--hybrid-layer-pattern", "*-", *save.split()], None, tmp_path)
+    reader = FileSystemReader(tmp_path / "saved" / "iter_0000001")
+    names = {name for name in reader.read_metadata().state_dict_metadata if "norm" in name}
+    assert {name for name in names if not name.startswith("optimizer")} == {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+        "decoder.final_norm.weight",
+    }
