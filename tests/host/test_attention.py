@@ -6,14 +6,15 @@ a model looks at all tokens alike, and a wrong one would not show in the loss.
 
 from __future__ import annotations
 
-import json
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.host import oracle, tours
+from tests.host import around, oracle, tours
 from tests.ranks import TINY_LLAMA, run_megatron
+from tests.support import How
 
 FLAGS = ["--use-distributed-optimizer", "--init-method-std", "0.2"]
 _GROUPED = TINY_LLAMA.index("--group-query-attention")
@@ -36,7 +37,7 @@ CASES = {
     "context parallel, bf16": Case(
         [*TINY_LLAMA, "--bf16"], tours.every_pair(["dp2", "cp2", "tp2"])
     ),
-    "multi-latent, float32": Case(
+    "multi-latent attention, float32": Case(
         LATENT, [*tours.every_pair(["dp2", "pp2", "tp2"]), "cp2", "tp2-sp"]
     ),
 }
@@ -44,7 +45,9 @@ CASES = {
 
 @pytest.mark.host
 @pytest.mark.parametrize("name", CASES)
-def test_switches_are_bit_equal_to_save_and_reshard(name: str, tmp_path: Path) -> None:
+def test_switches_are_bit_equal_to_save_and_reshard(
+    name: str, tmp_path: Path, support: Any
+) -> None:
     case = CASES[name]
     run_megatron(
         2,
@@ -65,10 +68,7 @@ def test_switches_are_bit_equal_to_save_and_reshard(name: str, tmp_path: Path) -
         assert line["differences"] == [], line
         assert line["moved"] == line["lower_bound"], line
     oracle.check_nothing_is_left_behind(found)
-
-
-def steps(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    support(name, How.TRAINED, pairwise(case.tour))
 
 
 @pytest.mark.host
@@ -81,7 +81,7 @@ def test_losses_equal_the_run_that_never_switched(name: str, tmp_path: Path) -> 
     switches = [f"{{iteration: {2 * i}, layout: {to}}}" for i, to in enumerate(tour) if i]
     run_megatron(2, flags, [], tmp_path / "static")
     run_megatron(2, flags, [f"schedule=[{', '.join(switches)}]"], tmp_path / "switched")
-    expected, got = steps(tmp_path / "static"), steps(tmp_path / "switched")
+    expected, got = around.steps(tmp_path / "static"), around.steps(tmp_path / "switched")
     assert [step["layout"] for step in got] == [layout for layout in tour for _ in range(2)]
     for a, b in zip(expected, got, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6), (a, b)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.host import oracle, tours
+from tests.host import around, oracle, tours
 from tests.ranks import TINY_LLAMA, run_megatron
+from tests.support import How
 
 _LAYERS = TINY_LLAMA.index("--num-layers")
 FLAGS = [
@@ -21,10 +23,12 @@ FLAGS = [
 
 
 @pytest.mark.host
-def test_switches_are_bit_equal_to_save_and_reshard(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_switches_are_bit_equal_to_save_and_reshard(tmp_path: Path, support: Any) -> None:
     """With cuts at other places, several a rank, and experts in an optimizer of their own."""
     tour = [*tours.every_pair(["pp2", "tp2-sp", "dp2"]), "pp2-vpp2", "dp2-ep2", "pp2-vpp2"]
-    tour += ["'pp2-pipeline:*-|*-*E*E'", "cp2"]
+    # Stages of an odd number of layers would be padded, which the host's checkpoints cannot stand.
+    tour += ["pp2-pipeline:*-|*-*E*E", "cp2"]
     run_megatron(
         2,
         [
@@ -37,18 +41,14 @@ def test_switches_are_bit_equal_to_save_and_reshard(tmp_path: Path) -> None:
         inside=oracle.attach_in(tmp_path),
     )
     found = list(oracle.results(tmp_path))
-    visited = [layout.strip("'") for layout in tour]
-    assert [line["target"] for line in found if line["rank"] == 0] == visited[1:]
+    assert [line["target"] for line in found if line["rank"] == 0] == tour[1:]
     assert len(found) == 2 * (len(tour) - 1)
     for line in found:
         assert line["compared"] > 20
         assert line["differences"] == [], line
         assert line["moved"] == line["lower_bound"], line
     oracle.check_nothing_is_left_behind(found)
-
-
-def steps(run_dir: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    support("Hybrid with experts and prediction, bf16", How.TRAINED, pairwise(tour))
 
 
 @pytest.mark.host
@@ -60,12 +60,11 @@ def test_losses_equal_the_run_that_never_switched(tmp_path: Path) -> None:
     switches.insert(0, "{iteration: 1, layout: pp2-vpp3}")
     run_megatron(2, flags, [], tmp_path / "static")
     run_megatron(2, flags, [f"schedule=[{', '.join(switches)}]"], tmp_path / "switched")
-    expected, got = steps(tmp_path / "static"), steps(tmp_path / "switched")
+    expected, got = around.steps(tmp_path / "static"), around.steps(tmp_path / "switched")
     assert [step["layout"] for step in got] == [layout for layout in tour for _ in range(2)]
     for a, b in zip(expected, got, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6), (a, b)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5), (a, b)
-    lines = (tmp_path / "switched" / "events.jsonl").read_text().splitlines()
-    refused = json.loads(lines[0])
-    assert refused["event"] == "refused" and len(lines) == len(tour)
+    refused, *switched = around.events(tmp_path / "switched")
+    assert refused["event"] == "refused" and len(switched) == len(tour) - 1
     assert "pp*vpp=2*3=6 must divide the 8 layers" in refused["reason"]

@@ -1,20 +1,16 @@
 """Hybrid models of Megatron's local modules train as GPT models of the same layers do."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.host import around
 from tests.platform.test_training import failure
 from tests.ranks import TINY_LLAMA, run_megatron
 
 # Weights begin ten times larger than Megatron has them, so that attention matters in the loss.
 FLAGS = [*TINY_LLAMA, "--use-distributed-optimizer", "--init-method-std", "0.2"]
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-router-dtype fp32 --moe-layer-freq [0,1,0,1]"
-
-
-def steps(run_dir: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.host
@@ -57,7 +53,7 @@ def test_layers_train_as_those_of_a_gpt_model(
         tmp_path / "hybrid",
     )
     assert "added --spec dynatrain_megatron.platform.hybrid_stack" in run.logs[0]
-    expected, got = steps(tmp_path / "gpt"), steps(tmp_path / "hybrid")
+    expected, got = around.steps(tmp_path / "gpt"), around.steps(tmp_path / "hybrid")
     assert len(got) == 4 and got == expected
     assert len({step["loss"] for step in got}) == 4
 
