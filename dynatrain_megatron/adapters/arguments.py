@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dynatrain_megatron.adapters.hybrid import pattern_of
 from dynatrain_megatron.errors import LayoutError
 from dynatrain_megatron.layout import ModelShape, ParallelLayout
 
@@ -76,7 +77,7 @@ one stage, and give way to a pipeline layout string."""
 
 def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
     uneven = {} if layout.pp > 1 and layout.pipeline is None else _UNEVEN_PIPELINE
-    return uneven | {
+    fields = uneven | {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
@@ -92,6 +93,21 @@ def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
         "micro_batch_size": layout.mbs,
         "use_tp_pp_dp_mapping": _RANK_ORDERS[layout.order],
     }
+    pattern = parsed.hybrid_layer_pattern or parsed.hybrid_override_pattern
+    if pattern is not None:
+        fields |= {
+            "num_virtual_stages_per_pipeline_rank": None,  # Megatron counts the pattern's stages
+            "pipeline_model_parallel_layout": None,
+            "hybrid_layer_pattern": pattern_of(
+                layout,
+                pattern,
+                parsed.pipeline_model_parallel_size,
+                host_cuts=parsed.decoder_first_pipeline_num_layers is not None
+                or parsed.decoder_last_pipeline_num_layers is not None,
+            ),
+            "hybrid_override_pattern": None,  # the older name of the same flag
+        }
+    return fields
 
 
 def rank_order(args: Namespace) -> str:
@@ -100,7 +116,10 @@ def rank_order(args: Namespace) -> str:
 
 
 def layout_of(args: Namespace, launch: LaunchArguments) -> ParallelLayout:
-    """The layout that validated arguments describe."""
+    """The layout that validated arguments describe.
+
+    A Hybrid model's own pattern is what no ``pipeline`` means.
+    """
     return ParallelLayout(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
@@ -132,9 +151,8 @@ def model_shape(args: Namespace, launch: LaunchArguments) -> ModelShape:
         hidden_size=args.hidden_size,
         moe_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),
         seq_length=args.seq_length,
-        uneven_pipeline=any(
-            getattr(launch.parsed, name) != off for name, off in _UNEVEN_PIPELINE.items()
-        ),
+        uneven_pipeline=args.hybrid_layer_pattern is not None  # which has rules of its own
+        or any(getattr(launch.parsed, name) != off for name, off in _UNEVEN_PIPELINE.items()),
     )
 
 

@@ -213,10 +213,7 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
                 f"{row.instead or f'run without {row.flag}'}, or stay in layout {source}",
             )
     if target.cp > 1 and args.transformer_impl == "local":
-        raise SwitchRefused(
-            f"cp={target.cp} needs Transformer Engine's attention, and --transformer-impl is local",
-            "run with --transformer-impl transformer_engine on GPUs, or ask for cp=1",
-        )
+        _check_local_attention(args, source, target)
     if args.dataloader_type == "cyclic" and source.dp * source.mbs != target.dp * target.mbs:
         raise SwitchRefused(
             "--dataloader-type cyclic deals samples to data-parallel ranks in buckets, so another "
@@ -224,6 +221,22 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
             f"mbs{target.mbs}) would change which samples a step sees",
             "use --dataloader-type single",
         )
+
+
+def _check_local_attention(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:
+    """What our attention in :mod:`..platform` cannot do with a sequence in pieces."""
+    ways = [way for way in args.cp_comm_type if way not in ("p2p", "allgather", "all_gather")]
+    for flag, value in (
+        ("--window-size", args.window_size),
+        ("--cp-comm-type", " ".join(ways) or None),
+    ):
+        if value is not None:
+            raise SwitchRefused(
+                f"cp={target.cp} with {flag} {value} needs Transformer Engine's attention, and "
+                "--transformer-impl is local",
+                f"run without {flag}, on GPUs with --transformer-impl transformer_engine, or stay "
+                f"in layout {source}",
+            )
 
 
 def options_table() -> str:

@@ -36,6 +36,7 @@ class RefusedFlag:
         reason: why the others cannot.
         instead: what the user can do.
         unless: another flag with which it works all the same.
+        above_one: another flag without which, or at 1, it works all the same.
     """
 
     flag: str
@@ -43,6 +44,7 @@ class RefusedFlag:
     reason: str
     instead: str
     unless: str | None = None
+    above_one: str | None = None
 
 
 def _never(value: str) -> bool:
@@ -51,6 +53,10 @@ def _never(value: str) -> bool:
 
 def _one_of(*values: str) -> Callable[[str], bool]:
     return lambda value: value in values
+
+
+def _without(letters: str) -> Callable[[str], bool]:
+    return lambda value: not set(letters) & set(value)
 
 
 _NO_CUDA_KERNEL = "its kernel exists for CUDA only"
@@ -62,6 +68,7 @@ _TE_FLAGS = (
     *("--tp-comm-overlap", "--use-precision-aware-optimizer", "--delay-wgrad-compute"),
     *("--moe-permute-fusion", "--moe-router-fusion"),
 )
+_PATTERN_FLAGS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _GRAPH_FLAGS = ("--enable-cuda-graph", "--external-cuda-graph", "--optimizer-cuda-graph")
 
 CPU_DEFAULTS: tuple[DefaultFlag, ...] = (
@@ -79,12 +86,36 @@ CPU_REFUSED: tuple[RefusedFlag, ...] = (
     ),
     RefusedFlag("--transformer-impl", _one_of("local"), _NO_TE, "use local or leave it out"),
     RefusedFlag(
-        "--context-parallel-size",
-        _one_of("1"),
-        "Megatron's local attention, the only one that runs on a CPU, does not split the sequence",
-        "use tensor or pipeline parallelism instead, or run on GPUs (platform=cuda)",
+        "--cp-comm-type",
+        _one_of("p2p", "allgather", "all_gather"),
+        "the attention here has one way of joining the pieces of a sequence, with the same result",
+        "leave it out",
+        above_one="--context-parallel-size",
     ),
-    RefusedFlag("--multi-latent-attention", _never, "Megatron's local attention has none", _ON_GPU),
+    RefusedFlag(
+        "--hierarchical-context-parallel-sizes",
+        _never,
+        "the attention here joins the pieces of a sequence in one group",
+        "leave it out",
+    ),
+    RefusedFlag(
+        "--window-size",
+        _never,
+        "the attention here has no window over a sequence in pieces",
+        "use tensor or pipeline parallelism instead of context parallelism, or run on GPUs "
+        "(platform=cuda)",
+        above_one="--context-parallel-size",
+    ),
+    *(
+        RefusedFlag(
+            flag,
+            _without("MGD"),
+            "the kernels of Mamba (M), gated delta net (G) and sparse attention (D) layers exist "
+            "for CUDA only",
+            "use *, +, - and E layers, or run on GPUs (platform=cuda)",
+        )
+        for flag in _PATTERN_FLAGS
+    ),
     RefusedFlag("--pipeline-model-parallel-comm-backend", _never, "gloo is in use", "leave it out"),
     RefusedFlag("--cuda-graph-impl", _one_of("none"), "CUDA graphs need CUDA", _ON_GPU),
     RefusedFlag("--cpu-offloading-num-layers", _one_of("0"), _NO_TE, _ON_GPU),
@@ -129,6 +160,21 @@ def cpu_defaults(argv: Sequence[str]) -> list[str]:
     return added
 
 
+def local_stack(argv: Sequence[str]) -> list[str]:
+    """Flags to append where ``argv`` asks for a Hybrid model of local modules; logged.
+
+    Megatron's own layers of a Hybrid model are made of Transformer Engine's modules.
+    """
+    hybrid = any(value_of(argv, flag) is not None for flag in _PATTERN_FLAGS)
+    if not hybrid or value_of(argv, "--transformer-impl") != "local" or "--spec" in argv:
+        return []
+    normed = value_of(argv, "--qk-layernorm") is not None
+    name = "stack_with_latent_norms" if normed else "stack"
+    words = ["--spec", "dynatrain_megatron.platform.hybrid_stack", name]
+    logger.info("added %s: Megatron's own layers need Transformer Engine", " ".join(words))
+    return words
+
+
 def refuse(argv: Sequence[str], refused: Sequence[RefusedFlag], where: str) -> None:
     """Raise for the first flag in ``argv`` whose value cannot work.
 
@@ -138,6 +184,8 @@ def refuse(argv: Sequence[str], refused: Sequence[RefusedFlag], where: str) -> N
     for rule in refused:
         value = value_of(argv, rule.flag)
         if rule.unless is not None and value_of(argv, rule.unless) is not None:
+            continue
+        if rule.above_one is not None and value_of(argv, rule.above_one) in (None, "1"):
             continue
         if value is not None and not rule.works(value):
             given = f"{rule.flag} {value}".rstrip()

@@ -43,6 +43,59 @@ def _torch_norm(original: Callable[..., torch.nn.Module]) -> Callable[..., torch
     return staticmethod(new)
 
 
+def _core_attention(original: Callable[..., type]) -> Callable[..., type]:
+    from dynatrain_megatron.platform.core_attention import CoreAttention
+
+    def core_attention(self: object) -> type:
+        """The module that attends, given queries, keys and values."""
+        return CoreAttention
+
+    return core_attention
+
+
+def _mla_down_projection(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core import tensor_parallel
+
+    @functools.wraps(original)
+    def down_projection(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, combined = original(self, hidden_states)
+        latent, rotary = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
+        if combined.size(-1) == latent + rotary:  # whole on every rank: not a local module's
+            return query, combined
+        combined = tensor_parallel.gather_from_tensor_model_parallel_region(combined)
+        if self.config.sequence_parallel:
+            # The host gathers the rotary part over the sequence again, and then sums its gradient.
+            return query, tensor_parallel.scatter_to_sequence_parallel_region(combined)
+        parts = combined.split([latent, rotary], dim=-1)
+        summed = tensor_parallel.copy_to_tensor_model_parallel_region(parts[1])
+        return query, torch.cat([parts[0], summed], dim=-1)
+
+    return down_projection
+
+
+def _mla_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        if not config.sequence_parallel and hasattr(self, "q_layernorm"):
+            for parameter in self.q_layernorm.parameters():
+                # Each rank has seen the whole latent query: the gradients are equal already.
+                parameter.average_gradients_across_tp_domain = True
+
+    return init
+
+
+def _hybrid_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    @functools.wraps(original, updated=())
+    def norm(config: Any, **kwargs: Any) -> Any:
+        kind = WrappedTorchNorm if config.transformer_impl == "local" else original
+        return kind(config=config, **kwargs)
+
+    return norm
+
+
 def _uses_torch_adam() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
@@ -94,6 +147,7 @@ def _set_states(original: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
+_LATENT = "megatron.core.transformer.multi_latent_attention.MLASelfAttention"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 # Every name of Megatron that the platforms replace.
@@ -107,6 +161,28 @@ HOST_TABLE: tuple[Replacement, ...] = (
         "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
         "refuses sequence parallel, although torch's norms need only their parameters marked",
         _torch_norm,
+    ),
+    Replacement(
+        "megatron.core.models.backends.LocalSpecProvider.core_attention",
+        "names an attention without multi-latent heads and without context parallelism",
+        _core_attention,
+    ),
+    Replacement(
+        f"{_LATENT}._qkv_down_projection",
+        "with local modules and tensor parallelism, gives the rotary part of the keys, which all "
+        "heads share, the gradient of one rank's heads only",
+        _mla_down_projection,
+    ),
+    Replacement(
+        f"{_LATENT}.__init__",
+        "without sequence parallelism, lets the gradient of the query's norm be summed over the "
+        "tensor-parallel ranks, as if each had seen a part of it",
+        _mla_init,
+    ),
+    Replacement(
+        "megatron.core.models.hybrid.hybrid_block.TENorm",
+        "is the last norm of every Hybrid model, also of one made of local modules",
+        _hybrid_norm,
     ),
     Replacement(
         f"{_DISTRIBUTED}.state_dict",

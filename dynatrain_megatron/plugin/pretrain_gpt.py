@@ -1,13 +1,14 @@
-"""Pre-train a GPT model with Megatron, with or without changing its layout on the way.
+"""Pre-train a GPT or Hybrid model with Megatron, with or without changing its layout on the way.
 
     torchrun … -m dynatrain_megatron.plugin.pretrain_gpt MEGATRON FLAGS… [--dynatrain OVERRIDES…]
 
-The wheel of megatron-core has the training loop but no script that uses it; this is one, for GPT
-models on text. Without ``--dynatrain`` it is plain Megatron training. On a machine without CUDA the
-CPU platform is installed and the flags that Megatron needs there are added.
+The wheel of megatron-core has the training loop but no script that uses it; this is one, for
+models on text: Hybrid ones where ``--hybrid-layer-pattern`` is given, GPT ones otherwise. Without
+``--dynatrain`` it is plain Megatron training. On a machine without CUDA the CPU platform is
+installed and the flags that Megatron needs there are added.
 
-Left to Megatron-LM's own pretrain_gpt.py: fine-tuning, fill-in-the-middle data, distillation,
-Hybrid models, hybrid context parallelism, packed documents and in-process restart.
+Left to Megatron-LM's own scripts: fine-tuning, fill-in-the-middle data, distillation, hybrid
+context parallelism, packed documents and in-process restart.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from typing import Any
 
 from dynatrain_megatron import platform
 from dynatrain_megatron.config import FLAG, DynaTrainConfig, compose, split_argv
-from dynatrain_megatron.errors import ConfigError, DynaTrainError, PlatformError
+from dynatrain_megatron.errors import ConfigError, DynaTrainError, HostMismatch, PlatformError
 from dynatrain_megatron.platform import flags
 
 _STARTED = time.time()
 
 _USAGE = 2  # exit code for mistakes on the command line
 
-_UPSTREAM = "use Megatron-LM's own pretrain_gpt.py for it"
+_UPSTREAM = "use Megatron-LM's own pretrain_gpt.py or pretrain_hybrid.py for it"
 
 # Features that this entry leaves out; each would need data or a loss of its own.
 REFUSED: tuple[flags.RefusedFlag, ...] = tuple(
@@ -38,9 +39,6 @@ REFUSED: tuple[flags.RefusedFlag, ...] = tuple(
         ("--fim-data", "fill-in-the-middle data is not built here"),
         ("--logits-load-dir", "distillation has a loss of its own"),
         ("--logits-save-dir", "distillation has a loss of its own"),
-        ("--hybrid-layer-pattern", "it makes a Hybrid model, and this entry makes GPT models"),
-        ("--hybrid-override-pattern", "it makes a Hybrid model, and this entry makes GPT models"),
-        ("--is-hybrid-model", "it makes a Hybrid model, and this entry makes GPT models"),
         ("--hybrid-context-parallel", "its batches differ in length"),
         ("--dataloader-inter-document-masking", "its documents are packed"),
         ("--inprocess-restart", "it starts ranks again, and a layout change must own the ranks"),
@@ -86,7 +84,8 @@ def prepare(argv: Sequence[str]) -> DynaTrainConfig | None:
     config = None if overrides is None else compose(overrides)
     flags.refuse(host_argv, REFUSED, "in this entry")
     chosen = platform.install("auto" if config is None else config.platform)
-    sys.argv = [sys.argv[0], *host_argv, *chosen.default_flags(host_argv)]
+    host_argv += chosen.default_flags(host_argv)
+    sys.argv = [sys.argv[0], *host_argv, *flags.local_stack(host_argv)]
     return config
 
 
@@ -116,8 +115,12 @@ def _model_arguments(args: Any) -> dict[str, Any]:
     """How ``pretrain`` learns of the model: a config from 0.19 on, a provider function before."""
     from megatron.training import argument_utils
 
+    hybrid = args.hybrid_layer_pattern is not None
     if hasattr(argument_utils, "gpt_config_from_args"):
-        return {"config": argument_utils.gpt_config_from_args(args)}
+        make = "hybrid_config_from_args" if hybrid else "gpt_config_from_args"
+        return {"config": getattr(argument_utils, make)(args)}
+    if hybrid:
+        raise HostMismatch("a Hybrid model (--hybrid-layer-pattern) needs megatron-core 0.19")
     from dynatrain_megatron.plugin.gpt_model import model_provider
 
     return {"config": None, "model_provider": model_provider}

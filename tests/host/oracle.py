@@ -240,8 +240,11 @@ def _state(job: Job) -> dict[str, torch.Tensor]:
         for name, param in chunk.named_parameters():
             names[id(param)] = f"{number}.{name}"
             tensors[f"{number}.{name} param"] = param.detach()
-        for name, buffer in chunk.module.named_buffers():
-            tensors[f"{number}.{name} buffer"] = buffer
+        for prefix, module in chunk.module.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                # What a module computes for itself is in no checkpoint.
+                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                    tensors[f"{number}.{name} buffer"] = buffer
     for shard in host.shards():
         for kind, tensor in shard.states.items():
             tensors[f"{names[id(shard.param)]} {kind}"] = tensor

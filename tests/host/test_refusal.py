@@ -24,7 +24,7 @@ REFUSED = [
     ("{tp: 1, dp: 4, mbs: 4}", r"mbs\*dp=4\*4=16 .*global_batch_size=8"),
     ("{tp: 1, dp: 2}", r"dp=2 must be"),
     ("{tp: 1, sp: true}", r"sp"),
-    ("{tp: 1, cp: 4}", r"cp=4 needs Transformer Engine"),
+    ("{tp: 1, cp: 4}", r"cp=4 with --cp-comm-type a2a needs Transformer Engine"),
     ("{tp: 1, order: dp-tp-cp-ep-pp}", r"order=dp-tp-cp-ep-pp"),
 ]
 
@@ -37,7 +37,7 @@ def test_each_refusal_names_the_rule_and_the_job_goes_on(tmp_path: Path) -> None
     entries.append(f"{{iteration: {last}, layout: {{tp: 1, pp: 2}}}}")
     run = run_megatron(
         4,
-        [*FLAGS, "--train-iters", str(last + 1)],
+        [*FLAGS, "--train-iters", str(last + 1), "--cp-comm-type", "a2a"],
         [f"schedule=[{', '.join(entries)}]"],
         tmp_path,
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from dynatrain_megatron.errors import PlatformError
-from dynatrain_megatron.platform.flags import CPU_DEFAULTS, cpu_defaults, value_of
+from dynatrain_megatron.platform.flags import CPU_DEFAULTS, cpu_defaults, local_stack, value_of
 
 
 def test_what_is_missing_is_added_and_what_is_given_stays() -> None:
@@ -28,11 +28,21 @@ def test_each_added_flag_is_logged_with_its_reason(caplog: pytest.LogCaptureFixt
         ("--distributed-backend nccl", ("--distributed-backend nccl", "NCCL", "use gloo")),
         ("--distributed-backend=nccl", ("--distributed-backend nccl", "use gloo")),
         ("--transformer-impl transformer_engine", ("transformer_engine", "use local")),
-        ("--context-parallel-size 2", ("--context-parallel-size 2", "tensor or pipeline")),
+        (
+            "--context-parallel-size 2 --window-size 8,0",
+            ("--window-size 8,0", "tensor or pipeline"),
+        ),
+        (
+            "--context-parallel-size 2 --cp-comm-type a2a",
+            ("--cp-comm-type a2a", "leave it out"),
+        ),
+        ("--hierarchical-context-parallel-sizes 2 2", ("--hierarchical-context-parallel-sizes",)),
         ("--fp8-format hybrid", ("--fp8-format hybrid", "Transformer Engine")),
         ("--use-precision-aware-optimizer --lr 1", ("--use-precision-aware-optimizer cannot",)),
         ("--moe-token-dispatcher-type flex", ("flex", "alltoall")),
         ("--cuda-graph-impl local", ("--cuda-graph-impl local", "CUDA graphs")),
+        ("--hybrid-layer-pattern *-M-", ("--hybrid-layer-pattern *-M-", "Mamba (M)", "E layers")),
+        ("--hybrid-override-pattern=G*", ("--hybrid-override-pattern G*", "E layers")),
         ("--profile --lr 1", ("--profile cannot", "--use-pytorch-profiler")),
     ],
 )
@@ -46,12 +56,25 @@ def test_what_cannot_work_is_refused_by_name(argv: str, parts: tuple[str, ...]) 
 @pytest.mark.parametrize(
     "argv",
     [
-        "--context-parallel-size 1 --cuda-graph-impl none --cpu-offloading-num-layers 0",
+        "--context-parallel-size 1 --window-size 8,0 --cp-comm-type a2a --cuda-graph-impl none",
+        "--context-parallel-size 2 --cp-comm-type allgather --multi-latent-attention",
+        "--window-size 8,0 --cpu-offloading-num-layers 0",
         "--moe-token-dispatcher-type alltoall --profile --use-pytorch-profiler",
     ],
 )
 def test_values_that_work_pass(argv: str) -> None:
     assert cpu_defaults(argv.split())
+
+
+def test_a_hybrid_model_gets_local_layers_where_it_has_no_others() -> None:
+    hybrid = ["--hybrid-layer-pattern=-*", "--transformer-impl", "local"]
+    module = "dynatrain_megatron.platform.hybrid_stack"
+    assert local_stack(hybrid) == ["--spec", module, "stack"]
+    normed = [*hybrid, "--qk-layernorm"]
+    assert local_stack(normed) == ["--spec", module, "stack_with_latent_norms"]
+    assert local_stack([*hybrid, "--spec", "my.stack", "name"]) == []
+    assert local_stack([*hybrid[:1], "--transformer-impl", "transformer_engine"]) == []
+    assert local_stack(hybrid[1:]) == local_stack(hybrid[:1]) == []
 
 
 def test_the_last_value_counts() -> None:

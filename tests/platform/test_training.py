@@ -211,8 +211,8 @@ def test_mistakes_end_with_one_message_and_exit_code_2(
 
 
 def test_a_mistake_is_said_once_a_machine(tmp_path: Path) -> None:
-    failure(["--context-parallel-size", "2"], tmp_path, world=2)
-    assert "--context-parallel-size 2" in (tmp_path / "rank0.log").read_text()
+    failure(["--fp8-format", "hybrid"], tmp_path, world=2)
+    assert "--fp8-format hybrid" in (tmp_path / "rank0.log").read_text()
     assert (tmp_path / "rank1.log").read_text() == ""
 
 
