@@ -40,7 +40,7 @@ class LaunchData:
         return cls(
             dp=args.data_parallel_size,
             mbs=args.micro_batch_size,
-            eval_mbs=args.eval_micro_batch_size,
+            eval_mbs=getattr(args, "eval_micro_batch_size", args.micro_batch_size),
             consumed_train_samples=args.consumed_train_samples,
             consumed_valid_samples=args.consumed_valid_samples,
         )

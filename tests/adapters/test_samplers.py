@@ -1,7 +1,7 @@
-"""Samples of each step after a switch, against Megatron's own random sampler in the launch layout.
+"""Samples of each step after a switch, against Megatron's random sampler in the launch layout.
 
-The oracle deals the launch layout's micro-batches as ``cyclic_iter`` and one sampler a rank do it in
-a run that never switches.
+The oracle deals the launch layout's micro-batches as ``cyclic_iter`` and one sampler a rank do it
+in a run that never switches.
 """
 
 from __future__ import annotations
