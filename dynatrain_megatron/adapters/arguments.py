@@ -54,7 +54,7 @@ class LaunchArguments:
         if live.step_batch_size_schedule is None:  # Megatron takes only one of the two
             args.global_batch_size = live.global_batch_size
         if args.full_validation or args.eval_iters != 0:
-            args.eval_global_batch_size = live.eval_global_batch_size
+            args.eval_global_batch_size = getattr(live, "eval_global_batch_size", None)
         said = io.StringIO()
         validate = getattr(host.validate_args, "__wrapped__", host.validate_args)
         try:

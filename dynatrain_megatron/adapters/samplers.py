@@ -142,11 +142,6 @@ def replaying(launch: LaunchData, args: Namespace) -> Iterator[None]:
     from megatron.core.datasets.utils import Split
     from megatron.training.datasets import data_samplers as host
 
-    progress = {
-        Split.valid: args.consumed_valid_samples - launch.consumed_valid_samples,
-        Split.test: 0,
-    }
-
     def sampler(
         dataset: Any,
         total_samples: int,
@@ -158,13 +153,16 @@ def replaying(launch: LaunchData, args: Namespace) -> Iterator[None]:
     ) -> ReplaySampler:
         # The same two names that the host asks, to know which micro-batch size to take.
         split = getattr(dataset, "split", getattr(dataset, "index_split", None))
-        since_launch = args.consumed_train_samples - launch.consumed_train_samples
+        since_launch = {
+            Split.valid: args.consumed_valid_samples - launch.consumed_valid_samples,
+            Split.test: 0,
+        }.get(split, args.consumed_train_samples - launch.consumed_train_samples)
         order = LaunchOrder(
             total_samples,
             dp=launch.dp,
-            mbs=launch.eval_mbs if split in progress else launch.mbs,
+            mbs=launch.eval_mbs if split in (Split.valid, Split.test) else launch.mbs,
             data_sharding=data_sharding,
-            start=consumed_samples - progress.get(split, since_launch),
+            start=consumed_samples - since_launch,
         )
         return ReplaySampler(
             order,

@@ -155,8 +155,8 @@ OPTIONS: tuple[Option, ...] = (
         "order of samples",
         "--dataloader-type",
         "`single` reads in order; `cyclic` goes on in the order of the launch layout, cut for the "
-        "layout in force. A checkpoint does not hold that order: loaded, Megatron deals in the "
-        "order of the layout it is loaded in",
+        "layout in force. A checkpoint does not hold that order: Megatron goes on in the order of "
+        "the layout it is loaded in, so load it in the launch layout for the same samples",
     ),
     _carried(
         "batch sizes that grow",

@@ -103,7 +103,9 @@ def get_batch(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> Ba
     if not needed:
         return batch
     args = get_args()
-    size = args.micro_batch_size if model.training else args.eval_micro_batch_size
+    size = args.micro_batch_size
+    if not model.training:
+        size = getattr(args, "eval_micro_batch_size", size)  # older hosts have one size
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         key: ((size, args.seq_length), dtype) for key, dtype in needed.items()
     }
