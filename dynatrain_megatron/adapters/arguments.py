@@ -80,20 +80,6 @@ _UNEVEN_PIPELINE = {
 one stage, and give way to a pipeline layout string."""
 
 
-def _check_full_validation(layout: ParallelLayout, args: Namespace) -> None:
-    """Refuse layouts in which Megatron cannot go through whole validation sets."""
-    if layout.pp * (layout.vpp or 1) > 2:
-        raise LayoutError(
-            f"--full-validation asks each pipeline stage how many samples it has, but in layout "
-            f"{layout} those between the first and the last read none"
-        )
-    if args.eval_micro_batch_size != 1 and layout.tp * layout.pp > 1:
-        raise LayoutError(
-            f"--full-validation reads single samples, but in layout {layout} ranks expect "
-            f"micro-batches of {args.eval_micro_batch_size}; add --eval-micro-batch-size 1"
-        )
-
-
 def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
     uneven = {} if layout.pp > 1 and layout.pipeline is None else _UNEVEN_PIPELINE
     return uneven | {
@@ -112,6 +98,20 @@ def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
         "micro_batch_size": layout.mbs,
         "use_tp_pp_dp_mapping": _RANK_ORDERS[layout.order],
     }
+
+
+def _check_full_validation(layout: ParallelLayout, args: Namespace) -> None:
+    """Refuse layouts in which Megatron cannot go through whole validation sets."""
+    if layout.pp * (layout.vpp or 1) > 2:
+        raise LayoutError(
+            f"--full-validation asks each pipeline stage how many samples it has, but in layout "
+            f"{layout} those between the first and the last read none"
+        )
+    if args.eval_micro_batch_size != 1 and layout.tp * layout.pp > 1:
+        raise LayoutError(
+            f"--full-validation reads single samples, but in layout {layout} ranks expect "
+            f"micro-batches of {args.eval_micro_batch_size}; add --eval-micro-batch-size 1"
+        )
 
 
 def rank_order(args: Namespace) -> str:
