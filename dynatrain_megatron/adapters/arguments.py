@@ -51,7 +51,7 @@ class LaunchArguments:
         args = copy.deepcopy(self.parsed)
         vars(args).update(_layout_fields(layout, args))
         args.rank, args.world_size = live.rank, layout.world
-        if live.step_batch_size_schedule is None:  # Megatron takes only one of the two
+        if args.step_batch_size_schedule is None:  # Megatron takes only one of the two
             args.global_batch_size = live.global_batch_size
         if args.full_validation or args.eval_iters != 0:
             args.eval_global_batch_size = getattr(live, "eval_global_batch_size", None)

@@ -99,6 +99,7 @@ def test_an_option_that_the_target_would_turn_on_is_refused() -> None:
                 launch_layout=source,
                 source=source,
                 args=job.launch.validated(source, live),
+                consumed_samples=0,
             )
         return refused.value.reason
 
