@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dynatrain_megatron.adapters.batches import constant_batch_size
 from dynatrain_megatron.adapters.hybrid import pattern_of
 from dynatrain_megatron.errors import LayoutError
 from dynatrain_megatron.layout import ModelShape, ParallelLayout
@@ -51,9 +52,10 @@ class LaunchArguments:
         args = copy.deepcopy(self.parsed)
         vars(args).update(_layout_fields(layout, args))
         args.rank, args.world_size = live.rank, layout.world
-        if getattr(live, "step_batch_size_schedule", None) is None:
-            args.global_batch_size = live.global_batch_size  # else it would follow mbs * dp
-        args.eval_global_batch_size = getattr(live, "eval_global_batch_size", None)
+        if args.step_batch_size_schedule is None:  # Megatron takes only one of the two
+            args.global_batch_size = live.global_batch_size
+        if args.full_validation or args.eval_iters != 0:
+            args.eval_global_batch_size = getattr(live, "eval_global_batch_size", None)
         said = io.StringIO()
         validate = getattr(host.validate_args, "__wrapped__", host.validate_args)
         try:
@@ -62,6 +64,10 @@ class LaunchArguments:
         except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
             reason = str(error) or said.getvalue().strip() or type(error).__name__
             raise LayoutError(f"Megatron refuses layout {layout}: {reason}") from error
+        # Left out, it is the launch's mbs * dp: sizes of datasets and of schedules come from it.
+        args.global_batch_size = live.global_batch_size
+        if args.full_validation:
+            _check_full_validation(layout, args)
         return args
 
 
@@ -110,6 +116,20 @@ def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
     return fields
 
 
+def _check_full_validation(layout: ParallelLayout, args: Namespace) -> None:
+    """Refuse layouts in which Megatron cannot go through whole validation sets."""
+    if layout.pp * (layout.vpp or 1) > 2:
+        raise LayoutError(
+            f"--full-validation asks each pipeline stage how many samples it has, but in layout "
+            f"{layout} those between the first and the last read none"
+        )
+    if args.eval_micro_batch_size != 1 and layout.tp * layout.pp > 1:
+        raise LayoutError(
+            f"--full-validation reads single samples, but in layout {layout} ranks expect "
+            f"micro-batches of {args.eval_micro_batch_size}; add --eval-micro-batch-size 1"
+        )
+
+
 def rank_order(args: Namespace) -> str:
     """The rank order of validated arguments."""
     return next(o for o, mapped in _RANK_ORDERS.items() if mapped == args.use_tp_pp_dp_mapping)
@@ -146,7 +166,7 @@ def model_shape(args: Namespace, launch: LaunchArguments) -> ModelShape:
         num_query_groups=groups,
         num_experts=args.num_experts,
         padded_vocab_size=getattr(args, "padded_vocab_size", None),
-        global_batch_size=args.global_batch_size,
+        global_batch_size=constant_batch_size(args),
         ffn_hidden_size=args.ffn_hidden_size,
         hidden_size=args.hidden_size,
         moe_ffn_hidden_size=getattr(args, "moe_ffn_hidden_size", None),

@@ -9,6 +9,7 @@ from typing import Any
 
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.groups import RanksFunction
+from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.engine.transport import Transport
 from dynatrain_megatron.layout import ParallelLayout
 
@@ -19,7 +20,7 @@ class Recipe:
 
     ``setup`` is Megatron's ``setup_model_and_optimizer`` with the first call's arguments,
     ``build_iterators`` its ``build_train_valid_test_data_iterators``; ``dataset_provider`` is the
-    script's.
+    script's. ``data`` is how the launch dealt out samples.
     """
 
     setup: Callable[..., tuple[list[Any], Any, Any]]
@@ -29,6 +30,7 @@ class Recipe:
     dataset_provider: Any
     embedding_ranks: RanksFunction
     position_embedding_ranks: RanksFunction
+    data: LaunchData
 
 
 @dataclass

@@ -18,6 +18,7 @@ import torch
 
 from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.job import Iterators, Job
+from dynatrain_megatron.adapters.samplers import replaying
 from dynatrain_megatron.adapters.state import HostState
 
 
@@ -134,8 +135,15 @@ def base_seed(seed: int, iteration: int) -> int:
 
 def build_iterators(job: Job, *, num_chunks: int) -> Iterators:
     """Data iterators at the run's position, as ``pretrain`` builds them."""
-    provider, make = job.recipe.dataset_provider, job.recipe.build_iterators
-    if job.args.virtual_pipeline_model_parallel_size is None:
+    provider, args = job.recipe.dataset_provider, job.args
+
+    def make(provider: Any) -> tuple[Any, Any, Any]:
+        if args.full_validation:  # set to the length of the loaders, but sizes the test dataset
+            args.eval_iters = job.baseline.eval_iters
+        with replaying(job.recipe.data, args):
+            return job.recipe.build_iterators(provider)
+
+    if args.virtual_pipeline_model_parallel_size is None:
         return Iterators(*make(provider))
     rows = []
     for stage in range(num_chunks):

@@ -75,6 +75,11 @@ def _expert_weight_shards(args: Namespace) -> Any:
     return shards if shards > cut else None
 
 
+def _ramp(args: Namespace) -> Any:
+    ramp = args.rampup_batch_size
+    return None if ramp is None else " ".join(map(str, ramp))
+
+
 def _carried(what: str, flag: str, how: str) -> Option:
     return Option(what, flag, Fate.carried, how)
 
@@ -145,6 +150,36 @@ OPTIONS: tuple[Option, ...] = (
         "set on the new groups after their first step",
     ),
     _restarted("loader workers", "--num-workers", "the old layout's are ended, new ones started"),
+    # Which samples a step has.
+    _carried(
+        "order of samples",
+        "--dataloader-type",
+        "`single` reads in order; `cyclic` goes on in the order of the launch layout, cut for the "
+        "layout in force. A checkpoint does not hold that order: Megatron goes on in the order of "
+        "the layout it is loaded in, so load it in the launch layout for the same samples",
+    ),
+    _carried(
+        "batch sizes that grow",
+        "--step-batch-size-schedule",
+        "the consumed samples are the position; mbs*dp must divide all batch sizes to come",
+    ),
+    _carried(
+        "batch sizes cut to fit",
+        "--decrease-batch-size-if-needed",
+        "a layout that would cut to another size is refused",
+    ),
+    _refused(
+        "batch size ramp",
+        "--rampup-batch-size",
+        "its place is taken by --step-batch-size-schedule; Megatron ignores it from 0.19 on",
+        _ramp,
+    ),
+    _carried(
+        "whole validation sets",
+        "--full-validation",
+        "how often Megatron goes through a set depends on dp, which must divide the set's length "
+        "for the same loss",
+    ),
     _refused("profiler", "--profile", _IN_LOOP),
     _refused("straggler detector", "--log-straggler", _IN_LOOP),
     _refused("energy monitor", "--log-energy", _IN_LOOP),
@@ -196,7 +231,7 @@ OPTIONS: tuple[Option, ...] = (
     _refused(
         "external loader",
         "--dataloader-type",
-        "this version cannot move another program's loader to a new position",
+        "Megatron gives another program's loader no position to go on from",
         _is("dataloader_type", "external"),
     ),
 )
@@ -214,13 +249,6 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
             )
     if target.cp > 1 and args.transformer_impl == "local":
         _check_local_attention(args, source, target)
-    if args.dataloader_type == "cyclic" and source.dp * source.mbs != target.dp * target.mbs:
-        raise SwitchRefused(
-            "--dataloader-type cyclic deals samples to data-parallel ranks in buckets, so another "
-            f"dp or micro-batch size (dp{source.dp} mbs{source.mbs} -> dp{target.dp} "
-            f"mbs{target.mbs}) would change which samples a step sees",
-            "use --dataloader-type single",
-        )
 
 
 def _check_local_attention(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:

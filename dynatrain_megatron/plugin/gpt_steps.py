@@ -103,11 +103,14 @@ def get_batch(data_iterator: Iterator[Any] | None, model: torch.nn.Module) -> Ba
     if not needed:
         return batch
     args = get_args()
+    size = args.micro_batch_size
+    if not model.training:
+        size = getattr(args, "eval_micro_batch_size", size)  # older hosts have one size
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        key: ((args.micro_batch_size, args.seq_length), dtype) for key, dtype in needed.items()
+        key: ((size, args.seq_length), dtype) for key, dtype in needed.items()
     }
     if args.create_attention_mask_in_dataloader:
-        mask_shape = (args.micro_batch_size, 1, args.seq_length, args.seq_length)
+        mask_shape = (size, 1, args.seq_length, args.seq_length)
         shapes["attention_mask"] = (mask_shape, torch.bool)
     batch.update(_read_on_first_tensor_rank(data_iterator, shapes))
     return get_batch_on_this_cp_rank(

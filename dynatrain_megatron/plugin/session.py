@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynatrain_megatron.adapters.arguments import LaunchArguments, layout_of
+from dynatrain_megatron.adapters.batches import consumed_after
 from dynatrain_megatron.adapters.handover import stay, sync_functions
 from dynatrain_megatron.adapters.job import Iterators, Job, Recipe
+from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.config import DynaTrainConfig, OnRefusal, ScheduleStep, Verify
 from dynatrain_megatron.errors import LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
@@ -112,6 +114,7 @@ class Session:
                     launch_layout=self._launch_layout,
                     source=source,
                     args=args,
+                    consumed_samples=consumed_after(args, step.iteration),
                 ).layout
             except SwitchRefused as refusal:
                 message = f"the switch at iteration {step.iteration} is not possible: {refusal}"
@@ -184,6 +187,7 @@ class Session:
                 self._pretrain["train_valid_test_dataset_provider"],
                 self._pretrain["get_embedding_ranks"],
                 self._pretrain["get_position_embedding_ranks"],
+                LaunchData.of(args),
             ),
             args=args,
             baseline=self._baseline,
@@ -231,6 +235,7 @@ class Session:
                 launch_layout=self._launch_layout,
                 source=job.layout,
                 args=job.args,
+                consumed_samples=job.args.consumed_train_samples,
             )
         except SwitchRefused as refusal:
             self._refused(job, step, refusal)

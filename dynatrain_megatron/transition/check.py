@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynatrain_megatron.adapters.arguments import LaunchArguments, model_shape
+from dynatrain_megatron.adapters.batches import check_batches
 from dynatrain_megatron.adapters.support import check_supported
 from dynatrain_megatron.errors import LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
@@ -28,14 +29,17 @@ def check_request(
     launch_layout: ParallelLayout,
     source: ParallelLayout,
     args: Namespace,
+    consumed_samples: int,
 ) -> Target:
     """Check a request against everything it needs; local, the same answer on every rank.
 
-    Raises :class:`SwitchRefused` with the rule that stands against it and both values.
+    ``consumed_samples`` is how many the run will have trained on when the layout changes. Raises
+    :class:`SwitchRefused` with the rule that stands against it and both values.
     """
     try:
         layout = derive(launch_layout, wanted, args.world_size)
         layout.check(model_shape(args, launch))
+        check_batches(args, source, layout, consumed_samples)
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
     check_supported(args, source, layout)

@@ -38,9 +38,10 @@ def training_lines(text: str) -> list[Fields]:
 
 def validation_lines(text: str) -> dict[str, float]:
     """Losses of all evaluations by what they were at; an evaluation said twice is an error."""
-    found = re.findall(r"validation loss at (.+?) \| lm loss value: (\S+) ", text)
-    assert len(dict(found)) == len(found), found
-    return {at: float(loss) for at, loss in found}
+    found = re.findall(r"validation(\S*) loss at (.+?) \| lm loss value: (\S+) ", text)
+    losses = {at + of: float(loss) for of, at, loss in found}
+    assert len(losses) == len(found), found
+    return losses
 
 
 def seconds_between(before: Fields, after: Fields) -> float:

@@ -15,7 +15,7 @@ from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.transition.check import check_request
 from tests.dry import DryJob
-from tests.host import test_around_ends, test_around_interval, test_around_logs
+from tests.host import test_around_ends, test_around_interval, test_around_logs, test_data
 from tests.ranks import TINY_LLAMA, run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "options.md"
@@ -36,6 +36,7 @@ VALUES = {
     "--tensor-parallel-num-weight-shards": "4",
     "--expert-tensor-parallel-num-weight-shards": "4",
     "--dataloader-type": "external",
+    "--rampup-batch-size": "4 4 64",
 }
 
 
@@ -67,14 +68,14 @@ def test_every_refused_option_is_refused_by_name(
         for row in OPTIONS:
             if row.fate is Fate.refused and row.flag.startswith("--"):
                 value = VALUES.get(row.flag)
-                error = refusal([*TINY_LLAMA, row.flag, *([value] if value else [])])
+                error = refusal([*TINY_LLAMA, row.flag, *(value or "").split()])
                 assert error is not None, row.flag
                 found[row.flag] = (error.reason, error.next_step)
         return found
 
     (found,) = run_ranks(1, worker)
     for row in OPTIONS:
-        if row.flag in found:
+        if row.fate is Fate.refused and row.flag in found:
             shown = f"{row.flag} {VALUES.get(row.flag, '')}".strip()
             assert found[row.flag] == (
                 f"{shown} is not supported in a switch: {row.how}",
@@ -98,6 +99,7 @@ def test_an_option_that_the_target_would_turn_on_is_refused() -> None:
                 launch_layout=source,
                 source=source,
                 args=job.launch.validated(source, live),
+                consumed_samples=0,
             )
         return refused.value.reason
 
@@ -121,6 +123,7 @@ def test_one_logger_is_refused_where_its_package_is() -> None:
 def test_every_other_option_is_in_a_run_of_these_tests() -> None:
     logs = test_around_logs
     runs = [*test_around_ends.FLAGS, test_around_interval.FLAGS, logs.FLAGS, logs.ENDS]
+    runs += test_data.FLAGS
     given = {flag for flags in [*runs, logs.flags(Path())] for flag in flags}
     others = {row.flag for row in OPTIONS if row.fate is not Fate.refused}
     assert others <= given, sorted(others - given)
