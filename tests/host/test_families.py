@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.host import around, oracle, tours
+from tests.host.test_attention import LATENT
 from tests.ranks import TINY_LLAMA, run_megatron
 from tests.support import How
 
@@ -26,6 +27,15 @@ OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 EVALUATION = ["--eval-interval", "5", "--eval-iters", "2"]
 
 
+# Attention whose weights are as small as Megatron has them looks at all tokens alike here.
+WIDE = ["--init-method-std", "0.2"]
+DEEPSEEK = [
+    *("--moe-layer-freq", "([0]*1+[1]*3)", "--moe-shared-expert-intermediate-size", "32"),
+    *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "1e-3"),
+]
+
+
 class Family(NamedTuple):
     """Flags of a model and its launch layout, which is the first of the ``layouts``."""
 
@@ -34,10 +44,16 @@ class Family(NamedTuple):
     layouts: list[str]
 
 
+def without(flags: list[str], name: str, count: int) -> list[str]:
+    """``flags`` less ``count`` words from ``name`` on."""
+    at = flags.index(name)
+    return flags[:at] + flags[at + count :]
+
+
 FAMILIES = {
     "Mixtral": Family(
         [
-            *(*MOE, *EVALUATION),
+            *(*TINY_LLAMA, *MOE, *EVALUATION),
             *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2"),
         ],
         ["--expert-model-parallel-size", "4"],
@@ -48,12 +64,36 @@ FAMILIES = {
         ],
     ),
     "multi-token prediction": Family(
-        [*OVERLAP, "--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.1", *EVALUATION],
+        [
+            *TINY_LLAMA,
+            *OVERLAP,
+            "--mtp-num-layers",
+            "1",
+            "--mtp-loss-scaling-factor",
+            "0.1",
+            *EVALUATION,
+        ],
         [
             *("--pipeline-model-parallel-size", "2"),
             *("--num-virtual-stages-per-pipeline-rank", "2"),
         ],
         ["pp2-vpp2-dp2", "tp2-dp2", "pp2-dp2", "dp4", "pp4", "tp2-pp2"],
+    ),
+    "DeepSeek: latent attention, shared experts, expert bias, one dense layer": Family(
+        [*LATENT, *WIDE, *MOE, *DEEPSEEK],
+        ["--expert-model-parallel-size", "4"],
+        [
+            *("dp4-ep4", "dp4", "tp2-dp2-ep2-etp1-sp", "pp2-dp2-ep2", "cp2-dp2-ep2"),
+            "tp2-pp2-ep2-etp1-sp",
+        ],
+    ),
+    "Hybrid: attention, MLP and expert layers, prediction": Family(
+        [
+            *without(TINY_LLAMA, "--num-layers", 2),  # the pattern has their number
+            *("--hybrid-layer-pattern", "*-*-|*E*E/*-", *MOE),
+        ],
+        ["--pipeline-model-parallel-size", "2"],
+        ["pp2-dp2", "tp2-dp2-sp", "dp4-ep2", "pp2-vpp2-dp2", "tp2-pp2-sp", "pp4"],
     ),
 }
 
@@ -65,7 +105,6 @@ def test_a_family_keeps_its_state_and_its_losses(name: str, tmp_path: Path, supp
     family = FAMILIES[name]
     tour = tours.every_pair(family.layouts)
     flags = [
-        *TINY_LLAMA,
         *family.flags,
         *family.launch,
         *DISTRIBUTED,
