@@ -23,6 +23,7 @@ BY_CLOCK = [
     *COMMON,
     *("--exit-duration-in-mins", "60", "--save-interval", "4", "--train-iters", "8"),
     *("--async-save", "--async-strategy", "mcore"),
+    *("--overlap-grad-reduce", "--overlap-param-gather"),  # saving has to gather first
 ]
 BY_SIGNAL = [*COMMON, "--exit-signal-handler", "--save-interval", "1000", "--train-iters", "1000"]
 FLAGS = [BY_CLOCK, BY_SIGNAL]

@@ -7,6 +7,7 @@ import types
 from argparse import Namespace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from dynatrain_megatron.transition.check import check_request
 from tests.dry import DryJob
 from tests.host import test_around_ends, test_around_interval, test_around_logs, test_data
 from tests.ranks import TINY_LLAMA, run_ranks
+from tests.support import How
 
 DOCS = Path(__file__).parents[2] / "docs" / "options.md"
 
@@ -40,6 +42,14 @@ VALUES = {
 }
 
 
+# What keeps state of the model or its optimizer where a switch does not read it.
+ELSEWHERE = [
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--optimizer", "--use-precision-aware-optimizer"),
+    *("--optimizer-cpu-offload", "--fp8-format", "--fp4-format", "--mla-down-proj-fusion"),
+    *("--tensor-parallel-num-weight-shards", "--moe-single-grouped-weight"),
+]
+
+
 def refusal(argv: list[str]) -> SwitchRefused | None:
     """What the table says to Megatron's own parse of a command line."""
     from megatron.training.arguments import parse_args
@@ -57,7 +67,7 @@ def refusal(argv: list[str]) -> SwitchRefused | None:
 
 @pytest.mark.host
 def test_every_refused_option_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, support: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text("disable_msc_deprecated: false\nenable_msc: false\n")
@@ -81,6 +91,8 @@ def test_every_refused_option_is_refused_by_name(
                 f"{shown} is not supported in a switch: {row.how}",
                 f"run without {row.flag}, or stay in layout dp2",
             )
+            if row.flag in ELSEWHERE:
+                support(f"{row.what} (`{row.flag}`)", How.REFUSED)
     refused = [row.flag for row in OPTIONS if row.fate is Fate.refused]
     assert sorted(set(refused) - set(found)) == ["one-logger"]
     assert len(set(refused)) == len(refused)
