@@ -65,7 +65,7 @@ def _one_logger(args: Namespace) -> Any:
 
 
 def _weight_shards(args: Namespace) -> Any:
-    shards = args.tensor_parallel_num_weight_shards or 0
+    shards = getattr(args, "tensor_parallel_num_weight_shards", None) or 0
     return shards if shards > args.tensor_model_parallel_size else None
 
 
