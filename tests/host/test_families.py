@@ -22,7 +22,7 @@ MOE = [
     *("--moe-token-dispatcher-type", "alltoall", "--moe-router-dtype", "fp32"),
 ]
 DISTRIBUTED = ["--use-distributed-optimizer"]
-OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--align-param-gather"]
+OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 # Evaluation right before a switch and, with one at each iteration, right after another.
 EVALUATION = ["--eval-interval", "5", "--eval-iters", "2"]
 
