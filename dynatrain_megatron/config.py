@@ -360,5 +360,8 @@ def _show(value: object) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_show(inner) for inner in value) + "]"
     text = str(value)
-    text = text if text and text.isprintable() and text == text.strip() else repr(text)
+    # Quotes where the text is not one word, or would be read as something else without them.
+    plain = text and text.isprintable() and text == text.strip()
+    number = isinstance(value, str) and text.removeprefix("-").isdigit()
+    text = text if plain and not number else repr(text)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

@@ -64,7 +64,10 @@ def build(job: Job) -> Skeleton:
     generators = _generator_states()
     run = {
         name: getattr(args, name)
-        for name in ("iteration", "num_floating_point_operations_so_far", "consumed_train_samples")
+        for name in (
+            *("iteration", "num_floating_point_operations_so_far", "consumed_train_samples"),
+            "lr_decay_iters",  # set by the schedule made for iterations, also in a run of samples
+        )
         if hasattr(args, name)
     }
     with _without_loading(job):
@@ -84,7 +87,7 @@ def build(job: Job) -> Skeleton:
             if config is not None and hasattr(config, "perform_initialization"):
                 config.perform_initialization = args.perform_initialization
     _carry_optimizer(job, optimizer)
-    scheduler.load_state_dict(job.scheduler.state_dict())
+    _carry_schedule(job.scheduler, scheduler)
     iterators = build_iterators(job, num_chunks=len(model))
     _restore_generators(generators)
     return Skeleton(model, optimizer, scheduler, container, iterators)
@@ -199,6 +202,16 @@ def _carry_optimizer(job: Job, optimizer: Any) -> None:
     for new in HostState(job.model, optimizer, job.args).inner_optimizers():
         if scalers and getattr(new, "grad_scaler", None):
             new.grad_scaler.load_state_dict(scalers[0].state_dict())
+
+
+def _carry_schedule(old: Any, new: Any) -> None:
+    """The schedule goes on as it is, and sets the new optimizer's learning rates.
+
+    Megatron's own way, to make it anew from the arguments and load its position, is not taken: in a
+    run counted in samples the arguments have a number of iterations by now, and would be read so.
+    """
+    vars(new).update({key: value for key, value in vars(old).items() if key != "optimizer"})
+    new.step(0)
 
 
 def _generator_states() -> tuple[Any, ...]:

@@ -247,6 +247,20 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
                 f"{row.flag}{shown} is not supported in a switch: {row.how}",
                 f"{row.instead or f'run without {row.flag}'}, or stay in layout {source}",
             )
+    if args.optimizer == "sgd" and target.dist_opt:
+        raise SwitchRefused(
+            "--optimizer sgd has no distributed optimizer in Megatron, which layout "
+            f"{target} asks for",
+            f"ask for a layout with noopt (dist_opt: false), or stay in layout {source}",
+        )
+    tied = not args.untie_embeddings_and_output_weights
+    if args.mtp_num_layers and tied and max(source.pp, target.pp) > 1:
+        raise SwitchRefused(
+            f"--mtp-num-layers {args.mtp_num_layers} with tied embeddings and more than one "
+            f"pipeline stage (pp={source.pp} -> pp={target.pp}) cannot be described: Megatron's "
+            "checkpoints fail there too",
+            "run with --untie-embeddings-and-output-weights, or keep pp at 1",
+        )
     if target.cp > 1 and args.transformer_impl == "local":
         _check_local_attention(args, source, target)
 

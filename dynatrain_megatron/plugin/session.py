@@ -77,6 +77,12 @@ class Session:
         parsed = call.arguments["args"]
         if self._launch is not None:
             return original(*call.args, **call.kwargs)
+        if self.config.save_after_switch and not (parsed.save and parsed.save_interval):
+            _end(
+                "save_after_switch=true needs a directory for the checkpoints; add --save DIR and "
+                "--save-interval N (Megatron asks for both) or leave save_after_switch out",
+                parsed.rank,
+            )
         launch = LaunchArguments.capture(parsed, call.arguments.get("defaults") or {})
         result = original(*call.args, **call.kwargs)
         args = parsed if result is None else result
@@ -89,12 +95,6 @@ class Session:
         """Say before the start what will be refused; with ``on_refusal: fail`` do not start."""
         assert self._launch is not None and self._launch_layout is not None
         source = self._launch_layout
-        if self.config.save_after_switch and not args.save:
-            _end(
-                "save_after_switch=true needs a directory for the checkpoints; add --save DIR or "
-                "leave save_after_switch out",
-                args.rank,
-            )
         if self.config.source != "auto":
             try:
                 declared = derive(source, self.config.source, args.world_size)
@@ -228,6 +228,9 @@ class Session:
         assert self._launch is not None and self._launch_layout is not None
         self._boundary_s = time.perf_counter()
         step = self._pending.pop(0)
+        # A run that goes on from a checkpoint may have passed several: only the last one counts.
+        while self._pending and job.iteration >= self._pending[0].iteration:
+            step = self._pending.pop(0)
         try:
             target = check_request(
                 step.layout_changes,
@@ -239,6 +242,9 @@ class Session:
             )
         except SwitchRefused as refusal:
             self._refused(job, step, refusal)
+            return False
+        if target.layout == job.layout:
+            progress(job.args.rank, f"iteration {job.iteration}: already in layout {job.layout}")
             return False
         self._due = _Due(step, target, time.perf_counter() - self._boundary_s)
         return True

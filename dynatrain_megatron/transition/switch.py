@@ -48,6 +48,8 @@ from dynatrain_megatron.vps.roster import union_of_tensors
 
 logger = logging.getLogger(__name__)
 
+_MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
+
 
 @dataclass(frozen=True, slots=True)
 class SwitchOptions:
@@ -192,6 +194,9 @@ def _described(state: HostState, bridge: Transport, timeout_s: float) -> Fragmen
         fragments = state.fragments()
     except SwitchRefused as error:
         refusal = str(error)
+    except Exception as error:  # Megatron's own description of a checkpoint fails for some models
+        logger.warning("the state could not be described on this rank", exc_info=True)
+        refusal = f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
     answers = bridge.all_gather(refusal.encode(), timeout_s=timeout_s)
     for rank, answer in enumerate(answers):
         if answer:
@@ -266,7 +271,7 @@ def _built(
             built = _Built(made, new, new.fragments(), gradients, skeleton_bytes)
     except Exception as error:
         logger.warning("the target could not be built on this rank", exc_info=True)
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
     answers = bridge.all_gather(problem.encode(), timeout_s=timeout_s)
     for rank, answer in enumerate(answers):
         if answer:

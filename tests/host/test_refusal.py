@@ -67,6 +67,16 @@ def test_each_refusal_names_the_rule_and_the_job_goes_on(tmp_path: Path) -> None
             ["--optimizer", "lion"],
             r"--optimizer lion is not supported in a switch: .*; run without --optimizer",
         ),
+        (
+            ["target=dp4-opt", "switch_at=2", "on_refusal=fail"],
+            ["--optimizer", "sgd"],
+            r"--optimizer sgd has no distributed optimizer .* ask for a layout with noopt",
+        ),
+        (
+            ["target={tp: 1, pp: 2}", "switch_at=2", "on_refusal=fail"],
+            ["--mtp-num-layers", "1", "tied"],
+            r"--mtp-num-layers 1 with tied embeddings .*pp=1 -> pp=2.* keep pp at 1",
+        ),
         (["source=pp2-dp2"], [], r"source=pp2-dp2 is not the layout of the flags"),
         (
             ["schedule=[{iteration: 4, layout: tp4}, {iteration: 3, layout: dp4}]"],
@@ -75,12 +85,18 @@ def test_each_refusal_names_the_rule_and_the_job_goes_on(tmp_path: Path) -> None
         ),
         (["targt=tp4"], [], r"targt.*did you mean 'target'"),
     ],
-    ids=["impossible layout", "unsupported optimizer", "wrong source", "order", "unknown key"],
+    ids=[
+        *("impossible layout", "unsupported optimizer", "SGD", "tied prediction"),
+        *("wrong source", "order", "unknown key"),
+    ],
 )
 def test_what_cannot_work_ends_before_any_process_group(
     overrides: list[str], extra: list[str], message: str, tmp_path: Path
 ) -> None:
-    flags = [flag for flag in FLAGS if "lion" not in extra or flag != "--use-distributed-optimizer"]
+    left_out = {"tied": "--untie-embeddings-and-output-weights"}
+    left_out |= dict.fromkeys(("lion", "sgd"), "--use-distributed-optimizer")
+    flags = [flag for flag in FLAGS if flag not in {left_out.get(word) for word in extra}]
+    extra = [word for word in extra if word != "tied"]
     with pytest.raises(RankFailure, match="2") as failure:
         run_megatron(4, [*flags, *extra], overrides, tmp_path)
     log = (tmp_path / "rank0.log").read_text()
