@@ -33,7 +33,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Ranks and head sizes of multi-latent attention."""
+    """Ranks and head sizes of multi-latent attention.
+
+    Its down-projections are cut by tensor parallelism, as in Megatron's own modules; Transformer
+    Engine's are replicated.
+    """
 
     q_rank: int
     kv_rank: int
@@ -102,9 +106,12 @@ class Model:
 
     def layer(self, number: int, experts: range | None = None) -> Iterator[Parameter]:
         """The parameters of one layer, with the experts given (default: all)."""
-        yield self._of_layer(number, "self_attention.linear_qkv.layer_norm_weight", (self.hidden,))
+        norms = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+        if self.latent is not None:
+            norms = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+        yield self._of_layer(number, norms[0], (self.hidden,))
         yield from self._attention(number)
-        yield self._of_layer(number, "mlp.linear_fc1.layer_norm_weight", (self.hidden,))
+        yield self._of_layer(number, norms[1], (self.hidden,))
         if self.experts is None or number < self.experts.first_layer:
             yield from self._mlp(number, "mlp", self.ffn)
         else:
@@ -123,12 +130,12 @@ class Model:
         kv_width = heads * (latent.qk_head + latent.v_head)
         for name, shape, cut in (
             ("linear_proj.weight", (hidden, heads * latent.v_head), 1),
-            ("linear_q_down_proj.weight", (latent.q_rank, hidden), None),
+            ("linear_q_down_proj.weight", (latent.q_rank, hidden), 0),
             ("linear_q_up_proj.weight", (q_width, latent.q_rank), 0),
-            ("linear_kv_down_proj.weight", (latent.kv_rank + latent.rope_head, hidden), None),
+            ("linear_kv_down_proj.weight", (latent.kv_rank + latent.rope_head, hidden), 0),
             ("linear_kv_up_proj.weight", (kv_width, latent.kv_rank), 0),
-            ("linear_q_up_proj.layer_norm_weight", (latent.q_rank,), None),
-            ("linear_kv_up_proj.layer_norm_weight", (latent.kv_rank,), None),
+            ("q_layernorm.weight", (latent.q_rank,), None),
+            ("kv_layernorm.weight", (latent.kv_rank,), None),
         ):
             yield self._of_layer(number, f"self_attention.{name}", shape, cut)
 

@@ -120,7 +120,7 @@ def test_streams_that_are_spread_over_windows(
         ("1B", "pp2-dp4", "tp4-dp2"),  # tied: two data parallel groups cut the embedding
         ("1B", "pp2-dp3", "pp4-dp2"),
         ("235B", "tp2-pp2-dp8-ep8-etp1-sp", "pp2-dp16-ep16"),
-        ("671B", "pp2-dp16-ep16", "tp4-pp4-dp2-ep4-etp1-sp"),
+        ("671B", "pp2-dp8-ep8", "tp4-pp2-dp2-ep4-etp1-sp"),
     ],
 )
 def test_own_plans_of_large_models(model: str, source: str, target: str) -> None:
