@@ -23,6 +23,7 @@ LEVELS = {
     "layout": 1,
     "config": 2,
     "vps": 2,
+    "shapes": 3,
     "platform": 2,
     "observe": 2,
     "planner": 3,
@@ -35,7 +36,7 @@ LEVELS = {
     "cli": 6,
 }
 # Geometry and planning are plain arithmetic: they run anywhere, in a helper process or a report.
-WITHOUT_TORCH = {"", "errors", "layout", "config", "vps", "planner"}
+WITHOUT_TORCH = {"", "errors", "layout", "config", "vps", "shapes", "planner"}
 WITH_MEGATRON = {"adapters", "plugin", "platform"}
 
 

@@ -12,6 +12,7 @@ from dynatrain_megatron.adapters.groups import RanksFunction
 from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.engine.transport import Transport
 from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.planner import PlanCache
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Job:
     ``args``, ``model``, ``optimizer``, ``scheduler``, ``config`` and ``container`` are the objects
     Megatron's frames hold: they stay the same objects for the whole run, their contents change.
     ``baseline`` is a shallow copy of ``args`` as validated for ``layout``. ``bridge`` carries
-    transfers; it is made at the first switch.
+    transfers; it is made at the first switch. ``plans`` are those of switches made before.
     """
 
     launch: LaunchArguments
@@ -67,3 +68,4 @@ class Job:
     num_flops: float
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
     bridge: Transport | None = None
+    plans: PlanCache = field(default_factory=PlanCache)

@@ -61,8 +61,7 @@ def fingerprint(
 
     Returns 16 hex digits over everything, and the sums by logical tensor and state.
     """
-    cover = unique_cover(rosters)
-    mine = np.nonzero(cover.src == transport.rank)[0]
+    cover = unique_cover(rosters, transport.rank)
     own = hash_pieces(
         rosters.tensors,
         (
@@ -71,7 +70,7 @@ def fingerprint(
                 tuple(int(x) for x in cover.start[i]),
                 fragments.piece(int(cover.src_slot[i]), cover.start[i], cover.stop[i]),
             )
-            for i in mine
+            for i in range(len(cover))
         ),
     )
     total = _add_up(transport.all_gather(own.tobytes(), timeout_s=timeout_s), own.shape)

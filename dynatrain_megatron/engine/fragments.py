@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dynatrain_megatron.vps.boxes import IntArray
 from dynatrain_megatron.vps.region import Region
-from dynatrain_megatron.vps.roster import IntArray, Roster, RosterBuilder
+from dynatrain_megatron.vps.roster import Roster, RosterBuilder
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
 

@@ -1,15 +1,21 @@
 """From two roster sets to a plan: which rank sends what to whom, in which order.
 
 Pure functions of plain data: every rank replays them on the same inputs and gets the same plan,
-so that no coordinator is needed; plans are compared by digest before any byte moves. The steps:
+so that no coordinator is needed; plans are compared by digest before any byte moves. What concerns
+all ranks is worked out in terms of sets of ranks and pairs of ranks, the detail by each rank for
+itself. The steps:
 
-``routes``    each needed region: retained, or from which holder
-``schedule``  moved pieces coalesced into messages, messages placed into bounded windows
+``cells``     every box once, and the sets of ranks that hold it
+``flows``     what one set of ranks holds and one set wants
+``shares``    who sends which part of a flow to whom; ``balance`` shares it out between holders
+``routes``    the pieces of that: regions, and the fragments they are in
+``schedule``  streams between two ranks cut into messages, messages placed into bounded windows
 ``checks``    coverage proof and the lower bound of bytes, computed another way
-``plan``      all of it as one value, with the figures a report needs
+``plan``      all of it as one value, with the figures a report needs; ``cache`` keeps some
 """
 
+from dynatrain_megatron.planner.cache import PlanCache
 from dynatrain_megatron.planner.plan import Plan, PlanOptions, make_plan
 from dynatrain_megatron.planner.topology import Topology
 
-__all__ = ["Plan", "PlanOptions", "Topology", "make_plan"]
+__all__ = ["Plan", "PlanCache", "PlanOptions", "Topology", "make_plan"]

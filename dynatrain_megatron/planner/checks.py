@@ -2,72 +2,97 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from dataclasses import dataclass
 
 import numpy as np
 
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.planner.routes import Routes, unique_cover
+from dynatrain_megatron.planner.cells import disjoint_cells
+from dynatrain_megatron.planner.routes import Routes
+from dynatrain_megatron.vps.boxes import (
+    IntArray,
+    flat_ends,
+    measures,
+    overlapping_intervals,
+    ranges,
+    volumes,
+)
 from dynatrain_megatron.vps.region import Region
-from dynatrain_megatron.vps.roster import IntArray, RosterSet
+from dynatrain_megatron.vps.roster import RosterSet
 
 
-def check_coverage(routes: Routes, source: RosterSet, target: RosterSet) -> None:
+def check_coverage(
+    routes: Routes, source: RosterSet, target: RosterSet, rank: int | None = None
+) -> None:
     """Every element of every target fragment is written exactly once, by a rank that holds it.
 
-    Raises :class:`TransitionError` naming the tensor, region and ranks of the first piece that
-    breaks the law.
+    With ``rank`` this is proven of the fragments of that rank. Raises :class:`TransitionError`
+    naming the tensor, region and ranks of the first piece that breaks the law.
     """
-    source_row = {key: i for i, key in enumerate(zip(source.rank, source.slot, strict=True))}
-    target_row = {key: i for i, key in enumerate(zip(target.rank, target.slot, strict=True))}
-    by_fragment: dict[int, list[int]] = defaultdict(list)
-    for i in range(len(routes)):
-        giver = source_row[routes.src[i], routes.src_slot[i]]
-        taker = target_row[routes.dst[i], routes.dst_slot[i]]
-        for side, rosters, row in (("source", source, giver), ("target", target, taker)):
-            inside = (
-                rosters.tensor[row] == routes.tensor[i]
-                and (rosters.start[row] <= routes.start[i]).all()
-                and (rosters.stop[row] >= routes.stop[i]).all()
-            )
-            if not inside:
-                raise TransitionError(f"{_piece(routes, target, i)} is outside its {side} fragment")
-        by_fragment[taker].append(i)
-    numel = routes.numel
-    for row in range(len(target.rank)):
-        pieces = np.array(by_fragment.get(row, []), dtype=np.int64)
-        low = np.maximum(routes.start[pieces][:, None], routes.start[pieces][None])
-        high = np.minimum(routes.stop[pieces][:, None], routes.stop[pieces][None])
-        twice = np.argwhere(np.triu((low < high).all(axis=2), k=1))
-        if len(twice):
-            a, b = pieces[twice[0]]
-            raise TransitionError(
-                f"{_piece(routes, target, int(a))} and {_piece(routes, target, int(b))} overlap"
-            )
-        if int(numel[pieces].sum()) != int(target.numel[row]):
-            raise TransitionError(
-                f"{target.tensors[int(target.tensor[row])].name!r}: slot {int(target.slot[row])} "
-                f"of rank {int(target.rank[row])} gets {int(numel[pieces].sum())} of "
-                f"{int(target.numel[row])} elements"
-            )
+    fragments = [
+        _rows_at(source, routes.src, routes.src_slot),
+        _rows_at(target, routes.dst, routes.dst_slot),
+    ]
+    for side, rosters, row in zip(("source", "target"), (source, target), fragments, strict=True):
+        rows = rosters.rows
+        inside = rows.tensor[row] == routes.tensor
+        for dim in range(routes.start.shape[1]):
+            inside &= rows.start[row, dim] <= routes.start[:, dim]
+            inside &= rows.stop[row, dim] >= routes.stop[:, dim]
+        if not inside.all():
+            worst = int(np.argmin(inside))
+            raise TransitionError(f"{_piece(routes, target, worst)} is outside its {side} fragment")
+    _check_written_once(routes, fragments[1], target, rank)
 
 
-def lower_bound_bytes(source: RosterSet, target: RosterSet) -> int:
-    """Bytes that must move for this placement: the sum over target fragments of need minus own."""
-    own: dict[tuple[int, int], list[Region]] = defaultdict(list)
-    for row in range(len(source.rank)):
-        key = (int(source.rank[row]), int(source.tensor[row]))
-        new = [_region(source, row)]
-        for known in own[key]:  # a rank may hold a region twice: count it once
-            new = [r for part in new for r in part.subtract(known)]
-        own[key] += new
-    total = 0
-    for row in range(len(target.rank)):
-        need = _region(target, row)
-        held = own.get((int(target.rank[row]), int(target.tensor[row])), [])
-        kept = sum(common.numel for h in held if (common := need.intersect(h)) is not None)
-        total += (need.numel - kept) * target.tensors[int(target.tensor[row])].element_bytes
-    return total
+def _check_written_once(routes: Routes, row: IntArray, target: RosterSet, rank: int | None) -> None:
+    """Volumes and measures of the pieces add up to those of each fragment."""
+    ranks = np.arange(target.num_ranks) if rank is None else np.array([rank])
+    count = np.zeros(target.num_ranks, dtype=np.int64)
+    count[ranks] = target.num_rows[ranks]
+    wanted, owner = ranges(target.rows_of_kind[target.kind_of_rank[ranks]], count[ranks])
+    first = np.cumsum(count) - count
+    into = np.nonzero(count[routes.dst] > 0)[0]
+    fragment = first[routes.dst[into]] + routes.dst_slot[into]
+    start, stop = routes.start[into], routes.stop[into]
+    numel, measure = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.uint64)
+    np.add.at(numel, fragment, volumes(start, stop))
+    np.add.at(measure, fragment, measures(start, stop))
+    box = target.rows.start[wanted], target.rows.stop[wanted]
+    wrong = np.nonzero((numel != volumes(*box)) | (measure != measures(*box)))[0]
+    if not len(wrong):
+        return
+    worst = int(wrong[0])
+    pieces = into[fragment == worst]
+    low = np.maximum(routes.start[pieces][:, None], routes.start[pieces][None])
+    high = np.minimum(routes.stop[pieces][:, None], routes.stop[pieces][None])
+    twice = np.argwhere(np.triu((low < high).all(axis=2), k=1))
+    if len(twice):
+        a, b = pieces[twice[0]]
+        raise TransitionError(
+            f"{_piece(routes, target, int(a))} and {_piece(routes, target, int(b))} overlap"
+        )
+    at = int(wanted[worst])
+    raise TransitionError(
+        f"{target.tensors[int(target.rows.tensor[at])].name!r}: slot {int(target.rows.slot[at])} "
+        f"of rank {int(ranks[owner[worst]])} gets {int(numel[worst])} of "
+        f"{int(volumes(*box)[worst])} elements"
+    )
+
+
+def lower_bound_bytes(source: RosterSet, target: RosterSet, rank: int | None = None) -> int:
+    """Bytes that must move for this placement: the sum over target fragments of need minus own.
+
+    With ``rank`` only the fragments of that rank.
+    """
+    ranks = np.arange(target.num_ranks) if rank is None else np.array([rank])
+    both = np.stack((source.kind_of_rank[ranks], target.kind_of_rank[ranks]))
+    (has, wants), times = np.unique(both, axis=1, return_counts=True)
+    own, need = _fragments(source, has), _fragments(target, wants)
+    need_bytes = target.element_bytes[need.tensor] * times[need.group]
+    _, j, common = _common(target, _held_once(target, own), need)
+    kept = int((common * need_bytes[j]).sum())
+    return int((volumes(need.start, need.stop) * need_bytes).sum()) - kept
 
 
 def check_nothing_lost(source: RosterSet, target: RosterSet) -> None:
@@ -90,16 +115,71 @@ def check_nothing_lost(source: RosterSet, target: RosterSet) -> None:
 
 def _elements(rosters: RosterSet) -> IntArray:
     """Different elements held of each logical tensor, [len(tensors)]."""
-    cover = unique_cover(rosters)
+    cells = disjoint_cells(rosters)
     counts = np.zeros(len(rosters.tensors), dtype=np.int64)
-    np.add.at(counts, cover.tensor, cover.numel)
+    np.add.at(counts, cells.tensor, volumes(cells.start, cells.stop))
     return counts
 
 
-def _region(rosters: RosterSet, row: int) -> Region:
-    return Region(
-        tuple(int(x) for x in rosters.start[row]), tuple(int(x) for x in rosters.stop[row])
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fragments:
+    """Boxes of several kinds of ranks: ``group`` [n] says which of them has each."""
+
+    group: IntArray
+    tensor: IntArray
+    start: IntArray
+    stop: IntArray
+
+
+def _fragments(rosters: RosterSet, kinds: IntArray) -> _Fragments:
+    first = rosters.rows_of_kind
+    row, group = ranges(first[kinds], first[kinds + 1] - first[kinds])
+    rows = rosters.rows
+    return _Fragments(group, rows.tensor[row], rows.start[row], rows.stop[row])
+
+
+def _common(
+    rosters: RosterSet, a: _Fragments, b: _Fragments
+) -> tuple[IntArray, IntArray, IntArray]:
+    """(i, j, elements) of boxes i of ``a`` and j of ``b`` that one group has in common."""
+    space = sum(tensor.numel for tensor in rosters.tensors)
+    ends, orders = [], []
+    for side in (a, b):
+        low, high = flat_ends(rosters.tensors, side.tensor, side.start, side.stop)
+        order = np.argsort(low + side.group * space)
+        ends += [(low + side.group * space)[order], (high + side.group * space)[order]]
+        orders.append(order)
+    i, j = overlapping_intervals(*ends)
+    i, j = orders[0][i], orders[1][j]
+    common = volumes(np.maximum(a.start[i], b.start[j]), np.minimum(a.stop[i], b.stop[j]))
+    meet = common > 0
+    return i[meet], j[meet], common[meet]
+
+
+def _held_once(rosters: RosterSet, held: _Fragments) -> _Fragments:
+    """The same elements, each once where a rank has boxes that overlap."""
+    i, j, _ = _common(rosters, held, held)
+    if (i == j).all():
+        return held
+    parts: list[tuple[int, int, Region]] = []
+    for box in range(len(held.group)):
+        group, tensor = int(held.group[box]), int(held.tensor[box])
+        new = [Region(tuple(held.start[box].tolist()), tuple(held.stop[box].tolist()))]
+        for other_group, other_tensor, known in list(parts):
+            if (other_group, other_tensor) == (group, tensor):
+                new = [rest for part in new for rest in part.subtract(known)]
+        parts += [(group, tensor, part) for part in new]
+    return _Fragments(
+        np.array([group for group, _, _ in parts]),
+        np.array([tensor for _, tensor, _ in parts]),
+        np.array([part.start for _, _, part in parts]),
+        np.array([part.stop for _, _, part in parts]),
     )
+
+
+def _rows_at(rosters: RosterSet, rank: IntArray, slot: IntArray) -> IntArray:
+    """Where in ``rosters.rows`` these fragments are."""
+    return rosters.rows_of_kind[rosters.kind_of_rank[rank]] + slot
 
 
 def _piece(routes: Routes, target: RosterSet, i: int) -> str:

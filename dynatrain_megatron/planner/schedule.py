@@ -1,8 +1,18 @@
 """Schedule: moved pieces become messages, messages are placed into windows.
 
-Pieces of one pair of ranks are coalesced into *messages* of bounded size: operations, not bytes,
-are what small pieces cost. Messages are placed into *windows*, processed in ascending order by
-every rank; a rank posts all its sends and receives of a window, waits for all, goes on.
+The elements that go from one rank to another are a stream, cut into *messages* of bounded size:
+operations, not bytes, are what small pieces cost. Messages are placed into *windows*, processed in
+ascending order by every rank; a rank posts all its sends and receives of a window, waits for all,
+goes on. What is long enough is spread evenly over the windows that the busiest rank needs, which
+keeps every rank's windows equally full; what is short fills the room that this leaves::
+
+    window      0     1     2     3
+    0 -> 1      ##    ##    ##    ##       8 units on 4 windows
+    2 -> 1      #     #     #     #
+    0 -> 3      ###
+
+Which messages there are follows from the lengths of the streams alone, so every rank knows the
+windows of all without knowing what is in them.
 
 Why this cannot deadlock: a message has the same window at both ends. Take the unfinished message
 of the lowest window: both its ranks have finished everything in lower windows, so both have
@@ -15,20 +25,78 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dynatrain_megatron.planner.cells import grouped_order
+from dynatrain_megatron.planner.flows import Flows
 from dynatrain_megatron.planner.routes import Routes
-from dynatrain_megatron.vps.roster import IntArray
+from dynatrain_megatron.planner.shares import Shares
+from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, run_starts
 
-_LARGEST_MESSAGE = 16 << 20
+_SMALLEST_PART = 1 << 20  # bytes of a stream that is spread over windows, in each of them
+_LARGEST_MESSAGE = 16 << 20  # of other streams
+_TRIES = 4  # to fill a window; each costs time and finds less than the one before
+_LOOK_AHEAD = 4  # windows' worth of messages that are looked at for one window
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Links:
+    """Pairs of ranks with something to move, in order of source and destination.
+
+    ``src``, ``dst``, ``numel`` and ``nbytes`` [n] of the pair's stream, whose largest elements have
+    ``element_bytes`` [n].
+    """
+
+    src: IntArray
+    dst: IntArray
+    numel: IntArray
+    nbytes: IntArray
+    element_bytes: IntArray
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Messages:
+    """How the stream of each link is cut and placed.
+
+    Message p of link l has the elements from ``p * steps[l]`` on, ``steps[l]`` of them but for the
+    last of ``count[l]``. It is in window p, if ``first[l]`` is -1, and ``window[first[l] + p]``
+    otherwise.
+    """
+
+    steps: IntArray
+    count: IntArray
+    first: IntArray
+    window: IntArray
+
+    def __len__(self) -> int:
+        return int(self.count.sum())
+
+    @property
+    def num_windows(self) -> int:
+        spread = int(self.count[self.first < 0].max(initial=0))
+        return max(spread, int(self.window.max(initial=-1)) + 1)
+
+    def of_links(self, link: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """(link, part, window) of every message of these links."""
+        part, owner = ranges(np.zeros(len(link), dtype=np.int64), self.count[link])
+        link = link[owner]
+        window = part.copy()
+        placed = self.first[link] >= 0
+        window[placed] = self.window[(self.first[link] + part)[placed]]
+        return link, part, window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """Messages as columns, in global order; their number is the operation id.
+    """Messages as columns, those of all ranks or of one, in the same order everywhere.
 
-    ``src``, ``dst``, ``window``, ``nbytes`` [m]; ``pieces`` are the moved pieces in message order
-    and ``first_piece`` [m + 1] says where each message's begin. ``retained`` are the others.
+    ``operation`` (a number that no other message of any rank has), ``src``, ``dst``, ``window``,
+    ``nbytes`` [m]; ``pieces`` are the moved pieces in message order and ``first_piece`` [m + 1]
+    says where each message's begin. ``retained`` are the others.
     """
 
+    operation: IntArray
     src: IntArray
     dst: IntArray
     window: IntArray
@@ -56,120 +124,153 @@ class Schedule:
         return range(int(self.first_piece[message]), int(self.first_piece[message + 1]))
 
 
+def links_of(flows: Flows, shares: Shares) -> tuple[Links, IntArray]:
+    """Who moves how much to whom, and the link of each share (-1 where it is retained)."""
+    moved = np.nonzero(shares.src != shares.dst)[0]
+    own = shares.take(moved)
+    size = flows.element_bytes[own.flow]
+    new = run_starts(own.src, own.dst)
+    first = np.nonzero(new)[0]
+    link = np.full(len(shares), -1)
+    link[moved] = np.cumsum(new) - 1
+    if not len(first):
+        none = np.zeros(0, dtype=np.int64)
+        return Links(none, none, none, none, none), link
+    numel, nbytes = (np.add.reduceat(x, first) for x in (own.numel, own.numel * size))
+    largest = np.maximum.reduceat(size, first)
+    return Links(own.src[first], own.dst[first], numel, nbytes, largest), link
+
+
 def schedule_direct(
-    routes: Routes,
-    element_bytes: IntArray,
-    num_ranks: int,
-    *,
-    staging_bytes: int,
-    window_ops: int,
-) -> Schedule:
-    """All messages as early as the bounds allow.
+    links: Links, num_ranks: int, *, staging_bytes: int, window_ops: int
+) -> Messages:
+    """All messages in as few windows as the bounds allow.
 
     In each window a rank takes part in at most ``window_ops`` messages, and those it sends and
     receives have at most ``staging_bytes`` together, but for a single message of one element that
-    is larger. ``element_bytes`` is indexed by logical tensor.
+    is larger.
     """
-    moves = routes.src != routes.dst
     limit = max(1, min(_LARGEST_MESSAGE, staging_bytes // 4))
-    pieces = _split_large(routes.take(moves), element_bytes, limit)
-    nbytes = pieces.numel * element_bytes[pieces.tensor]
-    order = np.lexsort((np.arange(len(pieces)), pieces.dst, pieces.src))
-    messages: list[tuple[int, int, int, list[int], int]] = []  # (turn, src, dst, pieces, bytes)
-    for i in order:
-        src, dst, size = int(pieces.src[i]), int(pieces.dst[i]), int(nbytes[i])
-        if messages:
-            turn, last_src, last_dst, members, total = messages[-1]
-            if (last_src, last_dst) == (src, dst):
-                if total + size <= limit:
-                    messages[-1] = (turn, src, dst, [*members, int(i)], total + size)
-                else:
-                    messages.append((turn + 1, src, dst, [int(i)], size))
-                continue
-        messages.append((0, src, dst, [int(i)], size))
+    steps = np.maximum(1, limit // links.element_bytes)
+    spread, wide = _spread(links, num_ranks, staging_bytes, window_ops)
+    steps[spread] = wide
+    count = -(-links.numel // steps)
+    first = np.full(len(links), -1)
+    rest = np.nonzero(~spread)[0]
+    first[rest] = np.cumsum(count[rest]) - count[rest]
+    part, owner = ranges(np.zeros(len(rest), dtype=np.int64), count[rest])
+    link = rest[owner]
     # One message of each pair at a time, and each rank's peers in a rotating order, so that in
     # every window all ranks have something to do.
-    messages.sort(key=lambda m: (m[0], (m[2] - m[1]) % num_ranks, m[1]))
-    windows = _place(messages, num_ranks, staging_bytes=staging_bytes, window_ops=window_ops)
-    counts = [len(m[3]) for m in messages]
-    return Schedule(
-        np.array([m[1] for m in messages], dtype=np.int64),
-        np.array([m[2] for m in messages], dtype=np.int64),
-        np.array(windows, dtype=np.int64),
-        np.array([m[4] for m in messages], dtype=np.int64),
-        np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).astype(np.int64),
-        pieces.take(np.array([i for m in messages for i in m[3]], dtype=np.int64)),
-        routes.take(~moves),
+    turn = (links.dst - links.src) % num_ranks
+    order = grouped_order((part * num_ranks + turn[link]) * num_ranks + links.src[link])
+    numel = np.minimum(steps[link], links.numel[link] - part * steps[link])
+    nbytes = numel * links.element_bytes[link]
+    staged, ops = (
+        _at_both_ends(links, spread, amount, num_ranks)
+        for amount in (steps * links.element_bytes, np.ones_like(steps))
     )
+    window = np.zeros(len(part), dtype=np.int64)
+    window[order] = _place(
+        links.src[link[order]],
+        links.dst[link[order]],
+        nbytes[order],
+        _Room(staged, ops, int(count[spread].max(initial=0)), staging_bytes, window_ops),
+    )
+    return Messages(steps, count, first, window)
 
 
-def _place(
-    messages: list[tuple[int, int, int, list[int], int]],
-    num_ranks: int,
-    *,
-    staging_bytes: int,
-    window_ops: int,
-) -> list[int]:
-    """The window of each message: the first, not before an earlier one of its ranks, with room."""
-    window = [0] * num_ranks  # the last window each rank takes part in ...
-    ops = [0] * num_ranks  # ... and what it has there
-    staged = [0] * num_ranks
-    placed: list[int] = []
-    for _, src, dst, _, size in messages:
-        at = max(window[src], window[dst])
-        for rank in (src, dst):
-            full = ops[rank] >= window_ops or staged[rank] + size > staging_bytes
-            if window[rank] == at and ops[rank] and full:
-                at += 1
+def _spread(
+    links: Links, num_ranks: int, staging_bytes: int, window_ops: int
+) -> tuple[BoolArray, IntArray]:
+    """Which links are spread over all windows, and how many elements of each are in one."""
+    least = max(_SMALLEST_PART, -(-staging_bytes // window_ops))
+    every = np.ones(len(links), dtype=np.bool_)
+    load = _at_both_ends(links, every, links.numel * links.element_bytes, num_ranks)
+    windows = -(-int(load.max(initial=0)) // staging_bytes)
+    for _ in range(_TRIES):
+        spread = links.nbytes >= windows * least
+        steps = -(-links.numel // max(1, windows))
+        staged = _at_both_ends(links, spread, steps * links.element_bytes, num_ranks)
+        if staged.max(initial=0) <= staging_bytes:  # but for rounding up it always is
+            return spread, steps[spread]
+        windows += 1 + windows // 64
+    return ~every, np.zeros(0, dtype=np.int64)
+
+
+def _at_both_ends(links: Links, chosen: BoolArray, amount: IntArray, num_ranks: int) -> IntArray:
+    """The sum over the chosen links of each rank, [num_ranks]."""
+    total = np.zeros(num_ranks, dtype=np.int64)
+    for end in (links.src, links.dst):
+        np.add.at(total, end[chosen], amount[chosen])
+    return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Bounds of a window, and what is in the first ``windows`` of them already, [num_ranks]."""
+
+    staged: IntArray
+    ops: IntArray
+    windows: int
+    staging_bytes: int
+    window_ops: int
+
+
+def _place(src: IntArray, dst: IntArray, nbytes: IntArray, room: _Room) -> IntArray:
+    """The window of each message.
+
+    Window by window, a rank offers room to its next messages in order; those that both their ranks
+    have room for are in. What the others leave is offered again, to those that still fit.
+    """
+    placed = np.full(len(src), -1)
+    num_ranks = len(room.ops)
+    at_once = min(room.window_ops, room.staging_bytes // max(1, int(nbytes.max(initial=1))))
+    look = max(4096, _LOOK_AHEAD * num_ranks * at_once)
+    waiting = np.zeros(0, dtype=np.int64)
+    seen = window = 0
+    while seen < len(src) or len(waiting):
+        more = min(len(src), seen + max(0, look - len(waiting)))
+        waiting = np.concatenate((waiting, np.arange(seen, more)))
+        seen = more
+        begun = window < room.windows
+        ops, staged = (x.copy() if begun else np.zeros_like(x) for x in (room.ops, room.staged))
+        trying = waiting
+        for _ in range(_TRIES):
+            a, b, size = src[trying], dst[trying], nbytes[trying]
+            fits = _fits(a, b, size, ops, staged, room)
+            placed[trying[fits]] = window
+            for end in (a[fits], b[fits]):
+                np.add.at(ops, end, 1)
+                np.add.at(staged, end, size[fits])
+            left = np.where(ops > 0, room.staging_bytes - staged, np.iinfo(np.int64).max)
+            left[ops >= room.window_ops] = 0
+            trying = trying[~fits & (size <= np.minimum(left[a], left[b]))]
+            if not len(trying):
                 break
-        for rank in (src, dst):
-            if window[rank] < at:
-                window[rank], ops[rank], staged[rank] = at, 0, 0
-            ops[rank] += 1
-            staged[rank] += size
-        placed.append(at)
+        still = placed[waiting] < 0
+        # Where nothing finds room beside what is spread, nothing will in the next such window.
+        window = room.windows if begun and still.all() else window + 1
+        waiting = waiting[still]
     return placed
 
 
-def _split_large(pieces: Routes, element_bytes: IntArray, limit: int) -> Routes:
-    """Cut pieces of more than ``limit`` bytes along their first dims until they fit."""
-    large = pieces.numel * element_bytes[pieces.tensor] > limit
-    if not large.any():
-        return pieces
-    rows: list[int] = []
-    starts: list[IntArray] = []
-    stops: list[IntArray] = []
-    for i in range(len(pieces)):
-        boxes = [(pieces.start[i], pieces.stop[i])]
-        if large[i]:
-            boxes = _cut(*boxes[0], max(1, limit // int(element_bytes[pieces.tensor[i]])))
-        for start, stop in boxes:
-            rows.append(i)
-            starts.append(start)
-            stops.append(stop)
-    split = pieces.take(np.array(rows, dtype=np.int64))
-    return Routes(
-        split.tensor,
-        split.src,
-        split.dst,
-        split.src_slot,
-        split.dst_slot,
-        np.array(starts),
-        np.array(stops),
-    )
-
-
-def _cut(start: IntArray, stop: IntArray, limit: int) -> list[tuple[IntArray, IntArray]]:
-    """Sub-boxes of at most ``limit`` elements (at least one), in row-major order."""
-    shape = stop - start
-    if int(shape.prod()) <= limit:
-        return [(start, stop)]
-    dim = int(np.argmax(shape > 1))
-    inner = int(shape[dim + 1 :].prod())
-    step = max(1, limit // inner)
-    boxes: list[tuple[IntArray, IntArray]] = []
-    for low in range(int(start[dim]), int(stop[dim]), step):
-        part_start, part_stop = start.copy(), stop.copy()
-        part_start[dim], part_stop[dim] = low, min(low + step, int(stop[dim]))
-        boxes += _cut(part_start, part_stop, limit)
-    return boxes
+def _fits(
+    src: IntArray, dst: IntArray, nbytes: IntArray, ops: IntArray, staged: IntArray, room: _Room
+) -> BoolArray:
+    """Which messages both ends have room for if each lets its own in by their order."""
+    rank = np.stack((src, dst), axis=1).reshape(-1)
+    order = grouped_order(rank)
+    message, end = order >> 1, rank[order]
+    new = run_starts(end)
+    begin = np.nonzero(new)[0]
+    group = np.cumsum(new) - 1
+    size = nbytes[message]
+    total = np.cumsum(size)
+    total += (staged[end[begin]] - (total[begin] - size[begin]))[group]
+    count = np.arange(len(end)) - begin[group] + 1 + ops[end]
+    fits = (total <= room.staging_bytes) & (count <= room.window_ops)
+    fits |= new & (ops[end] == 0)
+    result = np.ones(len(src), dtype=np.bool_)
+    result[message[~fits]] = False
+    return result

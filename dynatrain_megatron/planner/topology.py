@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``node[r]`` is the node of rank r; ranks of one node reach each other faster."""
+    """``node[r]`` is the node of rank r; ranks of one node reach each other faster.
+
+    ``node_width`` is how many ranks' sending the link out of a node carries at once; None where
+    every rank has a way out of its own.
+    """
 
     node: tuple[int, ...]
+    node_width: int | None = None
 
     @classmethod
     def single_node(cls, num_ranks: int) -> Topology:
@@ -21,6 +26,11 @@ class Topology:
         """One node for each distinct host name, in order of first appearance."""
         order = {host: i for i, host in enumerate(dict.fromkeys(hosts))}
         return cls(tuple(order[host] for host in hosts))
+
+    @classmethod
+    def of_nodes(cls, num_ranks: int, ranks_per_node: int) -> Topology:
+        """Ranks dealt to nodes in order."""
+        return cls(tuple(rank // ranks_per_node for rank in range(num_ranks)))
 
     def distance(self, src: int, dst: int) -> int:
         """0 the same rank, 1 the same node, 2 another node."""

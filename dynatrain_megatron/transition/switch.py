@@ -39,8 +39,7 @@ from dynatrain_megatron.engine.memory import Dropped, storage_bytes
 from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.errors import SwitchRefused, TransitionError
 from dynatrain_megatron.observe import progress
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
-from dynatrain_megatron.planner.checks import check_nothing_lost
+from dynatrain_megatron.planner import Plan, PlanOptions, Topology
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.vps import Roster, RosterSet
@@ -131,15 +130,11 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         expected = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
             new_rosters = _gather_rosters(new_fragments, bridge, options.timeout_s)
-            topology = _topology(bridge, options.timeout_s)
             try:
-                rosters = _merged(old_rosters, new_rosters)
-                check_nothing_lost(*rosters)
-                plan = make_plan(*rosters, topology, options.plan)
-            except TransitionError as error:  # the same on every rank
+                plan, rosters = _planned(job, old_rosters, new_rosters, bridge, options)
+            except SwitchRefused:
                 groups.destroy(new_groups)
-                raise SwitchRefused(str(error), f"the job stays in layout {job.layout}") from error
-            _agree_on(plan, bridge, options.timeout_s)
+                raise
         executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
         with phase("rebuild", "parameters gathered from main parameters"):
             new.restore_steps(_exchange_steps(source.steps(), bridge, options.timeout_s))
@@ -287,7 +282,8 @@ def _built(
 
 def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -> list[Roster]:
     rows = bridge.all_gather(fragments.roster.to_bytes(), timeout_s=timeout_s)
-    return [Roster.from_bytes(row) for row in rows]
+    read = {row: Roster.from_bytes(row) for row in set(rows)}  # replicas have equal ones
+    return [read[row] for row in rows]
 
 
 def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]:
@@ -304,15 +300,34 @@ def _topology(bridge: Transport, timeout_s: float) -> Topology:
     return Topology.from_hosts([host.decode() for host in hosts])
 
 
-def _agree_on(plan: Plan, bridge: Transport, timeout_s: float) -> None:
-    """Every rank made the same plan, or nothing moves."""
-    digests = bridge.all_gather(plan.digest.encode(), timeout_s=timeout_s)
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+def _planned(
+    job: Job, old: list[Roster], new: list[Roster], bridge: Transport, options: SwitchOptions
+) -> tuple[Plan, tuple[RosterSet, RosterSet]]:
+    """This rank's part of the plan that all have agreed on, and both roster sets; collective.
+
+    Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan cannot be,
+    :class:`TransitionError` where they made different plans.
+    """
+    topology = _topology(bridge, options.timeout_s)
+    problem = digest = ""
+    try:
+        rosters = _merged(old, new)
+        plan = job.plans.plan(*rosters, topology, options.plan, rank=bridge.rank)
+        digest = plan.digest
+    except TransitionError as error:
+        problem = str(error)
+    own = json.dumps([problem, digest]).encode()
+    answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=options.timeout_s)]
+    for found, _ in answers:
+        if found:
+            raise SwitchRefused(found, f"the job stays in layout {job.layout}")
+    odd = [rank for rank, (_, made) in enumerate(answers) if made != answers[0][1]]
     if odd:
         raise TransitionError(
             f"ranks {odd} made another plan than rank 0; their rosters, options or package "
             "versions differ"
         )
+    return plan, rosters
 
 
 def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
@@ -356,6 +371,7 @@ def _fill_in(
         "wire": executed.wire_s,
         "unpack": executed.unpack_s,
         "sent": executed.sent_bytes,
+        "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,
         "peak": report.peak_extra_bytes,
         "planned": report.planned_peak_extra_bytes,
@@ -365,7 +381,7 @@ def _fill_in(
         report.seconds[name] = max(row[name] for row in rows)
     report.bytes = {
         "moved": sum(row["sent"] for row in rows),
-        "lower_bound": plan.lower_bound_bytes,
+        "lower_bound": sum(row["lower_bound"] for row in rows),
         "retained": plan.retained_bytes,
         "rebuilt": sum(row["rebuilt"] for row in rows),
         "max_send": plan.max_send_bytes,
@@ -373,6 +389,6 @@ def _fill_in(
     }
     report.peak_extra_bytes = max(row["peak"] for row in rows)
     report.planned_peak_extra_bytes = max(row["planned"] for row in rows)
-    report.ops = len(plan.schedule)
-    report.rounds = plan.schedule.num_windows
+    report.ops = plan.num_operations
+    report.rounds = plan.num_windows
     report.bytes_matrix = plan.bytes_matrix.tolist()

@@ -11,17 +11,17 @@ Columns are NumPy arrays, so that a roster is cheap to exchange and to intersect
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dynatrain_megatron.vps.boxes import IntArray, ranges, volumes
 from dynatrain_megatron.vps.region import Region
 from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
-
-IntArray = NDArray[np.int64]
 
 _HEADER_BYTES = 16  # two int64 before the payload: length of the JSON part, number of rows
 
@@ -132,19 +132,35 @@ class RosterBuilder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RosterSet:
-    """The rosters of all ranks of one layout, over one common list of logical tensors.
+class Rows:
+    """Fragments of distinct rosters, in order of kind and slot.
 
-    ``rank``, ``slot``, ``tensor`` [n] and ``start``, ``stop`` [n, D], in order of rank and slot.
+    ``kind``, ``slot``, ``tensor`` [n], ``start``, ``stop`` [n, D]; the slots of a kind are 0, 1, ….
     """
 
-    tensors: tuple[LogicalTensor, ...]
-    num_ranks: int
-    rank: IntArray
+    kind: IntArray
     slot: IntArray
     tensor: IntArray
     start: IntArray
     stop: IntArray
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class RosterSet:
+    """The rosters of all ranks of one layout, over one common list of logical tensors.
+
+    Ranks whose rosters are equal, replicas of each other, are of one *kind*, and what they hold is
+    kept once: ``rows`` are those of the kinds, ``kind_of_rank`` [num_ranks] says which rank is of
+    which. ``rank``, ``slot``, ``tensor``, ``start`` and ``stop`` are the same written out for
+    every rank, in order of rank and slot; large worlds do without them.
+    """
+
+    tensors: tuple[LogicalTensor, ...]
+    kind_of_rank: IntArray
+    rows: Rows
 
     @classmethod
     def merge(
@@ -160,44 +176,119 @@ class RosterSet:
             tensors = union_of_tensors(rosters)
         index = {t.name: i for i, t in enumerate(tensors)}
         dims = max((len(t.shape) for t in tensors), default=0)
-        rank, slot, tensor, start, stop = [], [], [], [], []
-        for r, roster in enumerate(rosters):
-            for t in roster.tensors:
-                if t.name not in index or tensors[index[t.name]] != t:
-                    raise ValueError(f"logical tensor {t.name!r} of rank {r} is not the common one")
-            to_common = np.array([index[t.name] for t in roster.tensors], dtype=np.int64)
-            n, d = roster.start.shape
-            rank.append(np.full(n, r, dtype=np.int64))
-            slot.append(np.arange(n, dtype=np.int64))
-            tensor.append(to_common[roster.tensor] if n else np.zeros(0, dtype=np.int64))
-            start.append(np.pad(roster.start, ((0, 0), (0, dims - d))))
-            stop.append(np.pad(roster.stop, ((0, 0), (0, dims - d)), constant_values=1))
-        return cls(
-            tuple(tensors),
-            len(rosters),
-            np.concatenate(rank),
-            np.concatenate(slot),
-            np.concatenate(tensor),
-            np.concatenate(start),
-            np.concatenate(stop),
-        )
+        kind_of_rank: list[int] = []
+        kinds: dict[bytes, int] = {}  # by content
+        known: dict[int, int] = {}  # by identity, which spares most of the work
+        tables: list[IntArray] = []
+        for rank, roster in enumerate(rosters):
+            if id(roster) not in known:
+                table = _common_table(roster, rank, tensors, index, dims)
+                known[id(roster)] = kinds.setdefault(table.tobytes(), len(kinds))
+                if len(kinds) > len(tables):
+                    tables.append(table)
+            kind_of_rank.append(known[id(roster)])
+        sizes = np.array([len(table) for table in tables], dtype=np.int64)
+        whole = np.concatenate(tables) if tables else np.zeros((0, 1 + 2 * dims), dtype=np.int64)
+        slot, kind = ranges(np.zeros(len(sizes), dtype=np.int64), sizes)
+        rows = Rows(kind, slot, whole[:, 0], whole[:, 1 : 1 + dims], whole[:, 1 + dims :])
+        return cls(tuple(tensors), np.array(kind_of_rank, dtype=np.int64), rows)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.kind_of_rank)
+
+    @property
+    def num_kinds(self) -> int:
+        """How many distinct rosters there are."""
+        return int(self.kind_of_rank.max(initial=-1)) + 1
+
+    @cached_property
+    def rows_of_kind(self) -> IntArray:
+        """Where in ``rows`` those of each kind begin, and the end, [num_kinds + 1]."""
+        return np.searchsorted(self.rows.kind, np.arange(self.num_kinds + 1))
+
+    @property
+    def num_rows(self) -> IntArray:
+        """Fragments of each rank, [num_ranks]."""
+        return np.diff(self.rows_of_kind)[self.kind_of_rank]
+
+    @cached_property
+    def _expanded(self) -> tuple[IntArray, IntArray]:
+        """(position in ``rows``, rank) of every rank's every fragment."""
+        return ranges(self.rows_of_kind[self.kind_of_rank], self.num_rows)
+
+    @property
+    def rank(self) -> IntArray:
+        return self._expanded[1]
+
+    @cached_property
+    def slot(self) -> IntArray:
+        return self.rows.slot[self._expanded[0]]
+
+    @cached_property
+    def tensor(self) -> IntArray:
+        return self.rows.tensor[self._expanded[0]]
+
+    @cached_property
+    def start(self) -> IntArray:
+        return self.rows.start[self._expanded[0]]
+
+    @cached_property
+    def stop(self) -> IntArray:
+        return self.rows.stop[self._expanded[0]]
 
     @property
     def numel(self) -> IntArray:
-        """Elements of each fragment, [n]."""
-        return (self.stop - self.start).prod(axis=1)
+        """Elements of each fragment of each rank."""
+        return volumes(self.start, self.stop)
 
     @property
     def element_bytes(self) -> IntArray:
         """Bytes of one element (all states) of each logical tensor, [len(tensors)]."""
         return np.array([t.element_bytes for t in self.tensors], dtype=np.int64)
 
+    def rows_of(self, rank: int) -> slice:
+        """Where in ``rows`` the fragments of one rank are."""
+        kind = int(self.kind_of_rank[rank])
+        return slice(int(self.rows_of_kind[kind]), int(self.rows_of_kind[kind + 1]))
+
     def digest(self) -> str:
-        """Hex digest of everything in it, equal where equal."""
+        """Hex digest of everything in it, equal where equal; worked out once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        columns = (self.rows.tensor[:, None], self.rows.start, self.rows.stop)
+        table = np.ascontiguousarray(np.concatenate(columns, axis=1), dtype="<i8")
+        kinds = [
+            hashlib.sha256(table[a:b].tobytes()).digest()
+            for a, b in itertools.pairwise(self.rows_of_kind.tolist())
+        ]
         state = hashlib.sha256(repr((self.tensors, self.num_ranks)).encode())
-        for column in (self.rank, self.slot, self.tensor, self.start, self.stop):
-            state.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
+        for kind in self.kind_of_rank.tolist():
+            state.update(kinds[kind])
         return state.hexdigest()
+
+
+def _common_table(
+    roster: Roster,
+    rank: int,
+    tensors: Sequence[LogicalTensor],
+    index: dict[str, int],
+    dims: int,
+) -> IntArray:
+    """Tensor, start and stop of each fragment in the common list's terms, [n, 1 + 2 · dims]."""
+    for t in roster.tensors:
+        if t.name not in index or tensors[index[t.name]] != t:
+            raise ValueError(f"logical tensor {t.name!r} of rank {rank} is not the common one")
+    n, d = roster.start.shape
+    table = np.zeros((n, 1 + 2 * dims), dtype=np.int64)
+    if n:
+        table[:, 0] = np.array([index[t.name] for t in roster.tensors])[roster.tensor]
+    table[:, 1 : 1 + d] = roster.start
+    table[:, 1 + dims :] = 1
+    table[:, 1 + dims : 1 + dims + d] = roster.stop
+    return table
 
 
 def union_of_tensors(rosters: Sequence[Roster]) -> tuple[LogicalTensor, ...]:

@@ -1,0 +1,155 @@
+"""Shares: who sends which part of a flow's stream to whom.
+
+Everything here is known to every rank and small: a few numbers for each pair of ranks that have
+something to do with each other. What each rank sends and receives in detail follows from it
+(:mod:`planner.routes`), and no rank needs to know that of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynatrain_megatron.planner.balance import Classes, share_out
+from dynatrain_megatron.planner.cells import RankSets, grouped_order
+from dynatrain_megatron.planner.flows import Flows
+from dynatrain_megatron.planner.topology import Topology
+from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, run_starts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shares:
+    """Elements ``start[i] … stop[i] - 1`` of flow ``flow[i]`` go from ``src[i]`` to ``dst[i]``.
+
+    In order of source and destination; where both are one rank it keeps what it has.
+    """
+
+    flow: IntArray
+    src: IntArray
+    dst: IntArray
+    start: IntArray
+    stop: IntArray
+
+    def __len__(self) -> int:
+        return len(self.flow)
+
+    @property
+    def numel(self) -> IntArray:
+        return self.stop - self.start
+
+    def take(self, index: IntArray | BoolArray) -> Shares:
+        """The shares at ``index``, in that order."""
+        return Shares(
+            self.flow[index], self.src[index], self.dst[index], self.start[index], self.stop[index]
+        )
+
+
+def choose_shares(flows: Flows, topology: Topology) -> Shares:
+    """Let every wanter have its flows.
+
+    What the wanter holds itself is kept. Everything else comes from the nearest holders (same node
+    first), shared out between equally near ones so that the busiest sender has the least.
+    """
+    flow, at = _expand(flows.wanters, flows.targets)
+    dst = flows.targets.rank[at]
+    first, count = _candidates(flows, flow, dst, topology)
+    src = flows.sources.rank[first]
+    fixed = count == 1
+    nbytes = (flows.numel * flows.element_bytes)[flow]
+    num_ranks = len(topology.node)
+    moved = fixed & (src != dst)
+    load = np.bincount(src[moved], weights=nbytes[moved], minlength=num_ranks).astype(np.int64)
+    whole = Shares(
+        flow[fixed], src[fixed], dst[fixed], np.zeros_like(flow[fixed]), flows.numel[flow[fixed]]
+    )
+    if fixed.all():
+        return _in_order(whole, num_ranks)
+    open_ = np.nonzero(~fixed)[0]
+    shared = _shared_out(flows, flow[open_], dst[open_], first[open_], count[open_], load)
+    return _in_order(_both(whole, shared), num_ranks)
+
+
+def share_cover(flows: Flows, num_ranks: int) -> Shares:
+    """One holder for each element of each flow, evenly; ``dst`` is ``src``."""
+    count = flows.sources.size[flows.holders]
+    first = flows.sources.first[flows.holders]
+    every = np.arange(len(flows))
+    nobody = np.full(len(flows), -1)
+    shared = _shared_out(flows, every, nobody, first, count, np.zeros(num_ranks, dtype=np.int64))
+    owned = Shares(shared.flow, shared.src, shared.src, shared.start, shared.stop)
+    return _in_order(owned, num_ranks)
+
+
+def _expand(number: IntArray, sets: RankSets) -> tuple[IntArray, IntArray]:
+    """(i, position in ``sets.rank``) of every member of each set ``number[i]``."""
+    at, owner = ranges(sets.first[number], sets.size[number])
+    return owner, at
+
+
+def _candidates(
+    flows: Flows, flow: IntArray, dst: IntArray, topology: Topology
+) -> tuple[IntArray, IntArray]:
+    """For each wanter the nearest holders, as (first, count) in ``flows.sources.rank``."""
+    sets = flows.sources
+    node = np.array(topology.node, dtype=np.int64)
+    holders = flows.holders[flow]
+    first, count = sets.first[holders], sets.size[holders]
+    several = np.nonzero(count > 1)[0]
+    if not len(several):
+        return first, count
+    owner, at = _expand(np.arange(len(sets)), sets)
+    # The nearest of all is the wanter itself ...
+    size = len(node)
+    key = owner * size + sets.rank[at]
+    order = np.argsort(key, kind="stable")
+    wanted = holders[several] * size + dst[several]
+    place = np.searchsorted(key[order], wanted)
+    place[place == len(key)] = 0
+    own = key[order][place] == wanted
+    # ... then those in its node: members are in order of node.
+    num_nodes = int(node.max()) + 1
+    by_node = owner * num_nodes + node[sets.rank[at]]
+    near = holders[several] * num_nodes + node[dst[several]]
+    low, high = np.searchsorted(by_node, near), np.searchsorted(by_node, near, side="right")
+    first[several] = np.where(own, order[place], np.where(low < high, low, first[several]))
+    count[several] = np.where(own, 1, np.where(low < high, high - low, count[several]))
+    return first, count
+
+
+def _shared_out(
+    flows: Flows, flow: IntArray, dst: IntArray, first: IntArray, count: IntArray, load: IntArray
+) -> Shares:
+    """Cut the streams wanted by ``dst`` between candidates, given as (first, count)."""
+    key = first * (int(count.max(initial=0)) + 1) + count
+    order = np.lexsort((flow, dst, key))  # receiver by receiver, so that few pairs come of it
+    flow, dst, first, count, key = (x[order] for x in (flow, dst, first, count, key))
+    begin = np.nonzero(run_starts(key))[0]
+    nbytes = (flows.numel * flows.element_bytes)[flow]
+    at, _ = ranges(first[begin], count[begin])
+    bounds = np.concatenate(([0], np.cumsum(count[begin])))
+    rank = flows.sources.rank[at]
+    total = np.add.reduceat(nbytes, begin) if len(begin) else np.zeros(0, dtype=np.int64)
+    amount = share_out(Classes(bounds, rank, total), load)
+    # Demands and candidates lie one after the other on the same line of bytes; wherever either
+    # ends a share ends, at the beginning of the element there.
+    wanted, given = np.cumsum(nbytes), np.cumsum(amount)
+    cuts = np.unique(np.concatenate((wanted, given, [0])))
+    begin_of = wanted - nbytes
+    low, high = cuts[:-1], cuts[1:]
+    demand = np.searchsorted(wanted, low, side="right")
+    size = flows.element_bytes[flow[demand]]
+    source = rank[np.searchsorted(given, low, side="right")]
+    start, stop = (low - begin_of[demand]) // size, (high - begin_of[demand]) // size
+    some = start < stop
+    return Shares(flow[demand], source, dst[demand], start, stop).take(some)
+
+
+def _both(a: Shares, b: Shares) -> Shares:
+    return Shares(
+        *(np.concatenate((getattr(a, name), getattr(b, name))) for name in Shares.__slots__)
+    )
+
+
+def _in_order(shares: Shares, num_ranks: int) -> Shares:
+    return shares.take(grouped_order(shares.src * num_ranks + shares.dst))
