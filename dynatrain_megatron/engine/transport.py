@@ -6,19 +6,56 @@ carries transfers and the few control values around them, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from dynatrain_megatron.engine.rows import Rows
 from dynatrain_megatron.errors import TransitionError
 
 Message = tuple[int, torch.Tensor]
-"""A peer's rank and a contiguous one-dimensional uint8 tensor."""
+"""A peer's rank and what to send to it, or where to put what comes from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a transport asks of messages from one rank to another.
+
+    A part of the state of at least ``part_bytes`` is a message by itself, smaller ones share one;
+    this number is the same at both ends. A message is carried as it lies if it is contiguous, or
+    has rows of at least ``row_bytes`` where that is given; otherwise its bytes must be copied to
+    staging memory first.
+    """
+
+    part_bytes: int
+    row_bytes: int | None = None
+
+    def fit(self, view: torch.Tensor) -> bool:
+        """Whether ``view`` can be sent from, or received into, where it lies."""
+        if view.is_contiguous():
+            return True
+        if self.row_bytes is None:
+            return False
+        rows = Rows.of(view)
+        return rows is not None and rows.nbytes >= self.row_bytes
+
+
+class Transfer(ABC):
+    """Messages under way."""
+
+    @abstractmethod
+    def wait(self, *, timeout_s: float) -> None:
+        """Return when sent tensors may be written and received ones read.
+
+        Raises :class:`TransitionError` where a peer fails or ``timeout_s`` passes.
+        """
 
 
 class Transport(ABC):
@@ -32,19 +69,28 @@ class Transport(ABC):
     device: torch.device
 
     @abstractmethod
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
-    ) -> None:
-        """Complete all these messages; called by each rank that has any, for the same window.
+    def terms(self, peer: int, *, sending: bool) -> Terms:
+        """What is asked of messages to ``peer``, or of those from it."""
 
-        Messages between two ranks match in the order given, which must be the same at both ends.
-        When it returns, sent tensors may be reused and received ones read. Raises
-        :class:`TransitionError` where a peer fails or ``timeout_s`` passes.
+    @abstractmethod
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Put all these messages on their way; called by each rank that has any.
+
+        Messages between two ranks match in the order given, over all calls, and have the same
+        number of bytes at both ends; shapes and dtypes may differ. Transfers are waited for in the
+        order they were started in. Tensors must fit the :meth:`terms`. Raises
+        :class:`TransitionError` where a peer has failed already.
         """
 
     @abstractmethod
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         """Collective over all ranks: everyone's ``data`` (lengths may differ), by rank."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
+    ) -> None:
+        """Start these messages and wait for them."""
+        self.start(sends, receives).wait(timeout_s=timeout_s)
 
 
 class TorchTransport(Transport):
@@ -54,6 +100,9 @@ class TorchTransport(Transport):
     must carry nothing else meanwhile.
     """
 
+    # An operation costs as much as copying so many bytes twice, packing and unpacking them.
+    _TERMS = Terms(part_bytes=1 << 19)
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -61,45 +110,64 @@ class TorchTransport(Transport):
         self.device = device
         self._global_rank = dist.get_process_group_ranks(group)
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
-    ) -> None:
+    def terms(self, peer: int, *, sending: bool) -> Terms:
+        return self._TERMS
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         ops = [
-            dist.P2POp(dist.irecv, tensor, self._global_rank[peer], self.group)
+            dist.P2POp(dist.irecv, as_bytes(tensor), self._global_rank[peer], self.group)
             for peer, tensor in receives
         ]
         ops += [
-            dist.P2POp(dist.isend, tensor, self._global_rank[peer], self.group)
+            dist.P2POp(dist.isend, as_bytes(tensor), self._global_rank[peer], self.group)
             for peer, tensor in sends
         ]
-        if not ops:
-            return
-        try:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            peers = sorted({peer for peer, _ in (*sends, *receives)})
-            raise TransitionError(
-                f"rank {self.rank}: transfer with ranks {peers} failed: {error}"
-            ) from error
+        peers = sorted({peer for peer, _ in (*sends, *receives)})
+        doing = f"rank {self.rank}: transfer with ranks {peers}"
+        with failures_of(doing):
+            return _TorchTransfer(doing, dist.batch_isend_irecv(ops) if ops else [])
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        self._wait(dist.all_gather(lengths, length, self.group, async_op=True), timeout_s)
+        self._all_gather(lengths, length, timeout_s)
         longest = max(1, *(int(n) for n in lengths))
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: own.numel()] = own
         rows = [torch.empty_like(padded) for _ in range(self.size)]
-        self._wait(dist.all_gather(rows, padded, self.group, async_op=True), timeout_s)
+        self._all_gather(rows, padded, timeout_s)
         return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        try:
+    def _all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, timeout_s: float) -> None:
+        with failures_of(f"rank {self.rank}: all-gather"):
+            work = dist.all_gather(parts, own, self.group, async_op=True)
             work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise TransitionError(f"rank {self.rank}: all-gather failed: {error}") from error
+
+
+class _TorchTransfer(Transfer):
+    def __init__(self, doing: str, works: Sequence[dist.Work]) -> None:
+        self._doing = doing
+        self._works = works
+
+    def wait(self, *, timeout_s: float) -> None:
+        with failures_of(self._doing):
+            for work in self._works:
+                work.wait(timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def failures_of(doing: str) -> Iterator[None]:
+    """Turn what torch raises inside into a :class:`TransitionError` that says what was done."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransitionError(f"{doing} failed: {error}") from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one dim of bytes, in place."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class LocalTransport(Transport):
@@ -122,26 +190,21 @@ class LocalTransport(Transport):
         ]
         return [cls(rank, mailboxes) for rank in range(size)]
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
-    ) -> None:
+    def terms(self, peer: int, *, sending: bool) -> Terms:
+        return Terms(part_bytes=64)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         for peer, tensor in sends:
-            self._mailboxes[self.rank][peer].put(tensor.numpy().tobytes())
-        for peer, tensor in receives:
-            data = self._take(peer, timeout_s)
-            if len(data) != tensor.numel():
-                raise TransitionError(
-                    f"rank {self.rank}: expected {tensor.numel()} bytes from rank {peer}, "
-                    f"got {len(data)}"
-                )
-            tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            self._mailboxes[self.rank][peer].put(as_bytes(tensor).numpy().tobytes())
+        return _LocalTransfer(self, receives)
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         for peer in range(self.size):
             self._mailboxes[self.rank][peer].put(data)
-        return [self._take(peer, timeout_s) for peer in range(self.size)]
+        return [self.take(peer, timeout_s) for peer in range(self.size)]
 
-    def _take(self, peer: int, timeout_s: float) -> bytes:
+    def take(self, peer: int, timeout_s: float) -> bytes:
+        """The next message from ``peer``."""
         try:
             return self._mailboxes[peer][self.rank].get(timeout=timeout_s)
         except queue.Empty:
@@ -149,3 +212,19 @@ class LocalTransport(Transport):
                 f"rank {self.rank}: nothing from rank {peer} within {timeout_s} s "
                 f"({threading.current_thread().name})"
             ) from None
+
+
+class _LocalTransfer(Transfer):
+    def __init__(self, transport: LocalTransport, receives: Sequence[Message]) -> None:
+        self._transport = transport
+        self._receives = receives
+
+    def wait(self, *, timeout_s: float) -> None:
+        for peer, tensor in self._receives:
+            data = self._transport.take(peer, timeout_s)
+            if len(data) != tensor.nbytes:
+                raise TransitionError(
+                    f"rank {self._transport.rank}: expected {tensor.nbytes} bytes from rank "
+                    f"{peer}, got {len(data)}"
+                )
+            as_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

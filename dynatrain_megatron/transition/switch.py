@@ -336,7 +336,7 @@ def _fill_in(
     own: dict[str, Any] = {
         "pack": executed.pack_s,
         "wire": executed.wire_s,
-        "unpack": executed.unpack_s,
+        "unpack": executed.unpack_s + executed.retain_s,
         "sent": executed.sent_bytes,
         "rebuilt": rebuilt,
         "peak": report.peak_extra_bytes,
