@@ -6,11 +6,8 @@
     window 1               pack  |--- on the wire ---|  unpack
     window 2                                     pack  |--- on the wire ---|  unpack
 
-A message of the plan is the concatenation of its pieces' states, wider dtypes first, so that every
-part is aligned without padding and the bytes on the wire are exactly the plan's. Parts that are
-large enough for the transport travel by themselves, in place where they lie so that it can carry
-them; everything else goes through staging memory. Both ends derive order and cuts from the plan
-and the transport's terms; nothing describes them on the wire.
+State that lies so that the transport can carry it is neither packed nor unpacked; see
+:mod:`.parcels`.
 """
 
 from __future__ import annotations
@@ -18,18 +15,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from dynatrain_megatron.engine.fragments import Fragments
-from dynatrain_megatron.engine.transport import Message, Terms, Transfer, Transport
+from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
+from dynatrain_megatron.engine.transport import Message, Transfer, Transport
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes
-from dynatrain_megatron.planner.schedule import staged
-from dynatrain_megatron.vps.roster import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +67,10 @@ def execute(
     ``source`` is only read. Raises :class:`TransitionError` where a transfer fails; the target is
     then undefined and the source intact.
     """
-    schedule, rank = plan.schedule, transport.rank
     clock = _Clock()
-    buffers = [_Buffer(size, transport.device) for size in schedule.staging_bytes(rank)]
+    parcels = make_parcels(plan, source, target, transport, timeout_s=timeout_s)
+    staging = _Staging(plan, transport)
     under_way: deque[tuple[_Window, Transfer]] = deque()
-    sent = received = operations = 0
 
     def finish_first() -> None:
         window, transfer = under_way.popleft()
@@ -84,8 +79,8 @@ def execute(
         window.unpack.run()
         clock.lap("unpack")
 
-    for messages, buffer in zip(schedule.windows_of(rank), itertools.cycle(buffers), strict=False):
-        window = _prepare(plan, messages, source, target, transport, buffer)
+    for together in by_window(parcels):
+        window = _prepare(together, staging)
         window.pack.run()
         clock.lap("pack")
         under_way.append((window, transport.start(window.sends, window.receives)))
@@ -93,44 +88,71 @@ def execute(
         if len(under_way) > 1:
             finish_first()
         else:  # the first one is on its way; meanwhile, what this rank keeps
-            _retained(schedule.retained, rank, source, target).run()
+            _retained(plan.schedule.retained, transport.rank, source, target).run()
             clock.lap("retain")
-        sent += sum(tensor.nbytes for _, tensor in window.sends)
-        received += sum(tensor.nbytes for _, tensor in window.receives)
-        operations += len(window.sends) + len(window.receives)
     if under_way:
         finish_first()
     else:
-        _retained(schedule.retained, rank, source, target).run()
+        _retained(plan.schedule.retained, transport.rank, source, target).run()
         clock.lap("retain")
     return ExecutionReport(
         clock.seconds["pack"],
         clock.seconds["wire"],
         clock.seconds["unpack"],
         clock.seconds["retain"],
-        sent,
-        received,
-        operations,
-        sum(buffer.allocated_bytes for buffer in buffers),
+        sum(parcel.nbytes for parcel in parcels if parcel.sending),
+        sum(parcel.nbytes for parcel in parcels if not parcel.sending),
+        len(parcels),
+        staging.allocated_bytes,
     )
 
 
 class _Buffer:
-    """Staging memory of every other window, allocated when it is first used."""
+    """Staging memory, allocated when it is first used and handed out from its begin."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
         self._device = device
         self._memory: torch.Tensor | None = None
+        self._used = 0
 
     @property
     def allocated_bytes(self) -> int:
         return 0 if self._memory is None else self._nbytes
 
-    def take(self, start: int, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int, alignment: int) -> torch.Tensor:
         if self._memory is None:
             self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
-        return self._memory[start : start + nbytes]
+        start = -(-self._used // alignment) * alignment
+        self._used = start + nbytes
+        return self._memory[start : self._used]
+
+    def clear(self) -> None:
+        self._used = 0
+
+
+class _Staging:
+    """As many buffers as windows of the plan are under way, used by turns by those that need one.
+
+    Where the plan has a single window there is a single buffer, and all of it fits.
+    """
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        nbytes = plan.schedule.staging_bytes(transport.rank)
+        count = plan.schedule.peak_staging_bytes(transport.rank) // max(1, nbytes)
+        self._buffers = [_Buffer(nbytes, transport.device) for _ in range(count)]
+        self._next = itertools.cycle(self._buffers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(buffer.allocated_bytes for buffer in self._buffers)
+
+    def borrow(self) -> _Buffer:
+        """A buffer whose last window is done; the only one there is goes on where it was."""
+        buffer = next(self._next)
+        if len(self._buffers) > 1:
+            buffer.clear()
+        return buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,69 +171,27 @@ class _Copies:
 class _Window:
     """What one rank does in one window, every view of it made."""
 
-    sends: list[Message] = field(default_factory=list)
-    receives: list[Message] = field(default_factory=list)
-    pack: _Copies = field(default_factory=_Copies)
-    unpack: _Copies = field(default_factory=_Copies)
+    sends: list[Message]
+    receives: list[Message]
+    pack: _Copies
+    unpack: _Copies
+    buffer: _Buffer | None
 
 
-def _prepare(
-    plan: Plan,
-    messages: IntArray,
-    source: Fragments,
-    target: Fragments,
-    transport: Transport,
-    buffer: _Buffer,
-) -> _Window:
-    schedule, window = plan.schedule, _Window()
-    place = 0  # in the buffer, of which no more is touched than is needed
-    for m in messages.tolist():
-        sending = int(schedule.src[m]) == transport.rank
-        peer = int((schedule.dst if sending else schedule.src)[m])
-        terms = transport.terms(peer, sending=sending)
-        parts = _parts(plan, m, source if sending else target, sending=sending)
-        for together in _cut(parts, terms):
-            if len(together) == 1 and terms.fit(together[0]):
-                carried = together[0]
-            else:
-                # Wider dtypes come first, so what comes next is always aligned.
-                nbytes = sum(view.nbytes for view in together)
-                carried = buffer.take(place, nbytes)
-                place += nbytes
-                room = _divide(carried, together)
-                copies = window.pack if sending else window.unpack
-                copies.to.extend(room if sending else together)
-                copies.of.extend(together if sending else room)
-            (window.sends if sending else window.receives).append((peer, carried))
-        place = staged(place)
+def _prepare(parcels: Sequence[Parcel], staging: _Staging) -> _Window:
+    needs_memory = any(parcel.is_staged for parcel in parcels)
+    window = _Window([], [], _Copies(), _Copies(), staging.borrow() if needs_memory else None)
+    for parcel in parcels:
+        carried = parcel.views[0]
+        if parcel.is_staged:
+            assert window.buffer is not None
+            carried = window.buffer.take(parcel.nbytes, carried.element_size())
+            room = _divide(carried, parcel.views)
+            copies = window.pack if parcel.sending else window.unpack
+            copies.to.extend(room if parcel.sending else parcel.views)
+            copies.of.extend(parcel.views if parcel.sending else room)
+        (window.sends if parcel.sending else window.receives).append((parcel.peer, carried))
     return window
-
-
-def _parts(plan: Plan, message: int, fragments: Fragments, *, sending: bool) -> list[torch.Tensor]:
-    """Views of the state that one message carries, wider dtypes first, else in the plan's order."""
-    pieces = plan.schedule.pieces
-    slots = pieces.src_slot if sending else pieces.dst_slot
-    views = [
-        view
-        for i in plan.schedule.pieces_of(message)
-        for view in fragments.piece(int(slots[i]), pieces.start[i], pieces.stop[i])
-    ]
-    return sorted(views, key=lambda view: -view.element_size())  # stable: equal at both ends
-
-
-def _cut(views: Iterable[torch.Tensor], terms: Terms) -> Iterator[list[torch.Tensor]]:
-    """What travels together: each large view by itself, and the small ones between two of them."""
-    small: list[torch.Tensor] = []
-    for view in views:
-        if view.nbytes < terms.part_bytes:
-            small.append(view)
-            continue
-        if small:
-            yield small
-            small = []
-        yield [view]
-    if small:
-        yield small
 
 
 def _divide(memory: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:

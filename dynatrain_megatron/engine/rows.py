@@ -18,7 +18,7 @@ import torch
 
 from dynatrain_megatron.vps.roster import IntArray
 
-_MOST_DIMS = 4  # dims of rows; Megatron's state has one, or two where layers are stacked
+_MOST_DIMS = 6  # dims of rows; Megatron's state has one or two
 
 
 class Rows(NamedTuple):
@@ -34,8 +34,8 @@ class Rows(NamedTuple):
     strides: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Rows | None:
-        """The rows of a tensor in host memory; None where it has more dims of them than we take."""
+    def of(cls, tensor: torch.Tensor) -> Rows:
+        """The rows of a tensor in host memory."""
         row = tensor.element_size()
         counts: list[int] = []
         strides: list[int] = []
@@ -50,8 +50,6 @@ class Rows(NamedTuple):
             else:
                 counts.append(count)
                 strides.append(step)
-        if len(counts) > _MOST_DIMS:
-            return None
         return cls(tensor.data_ptr(), row, tuple(counts[::-1]), tuple(strides[::-1]))
 
     @classmethod

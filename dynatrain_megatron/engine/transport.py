@@ -31,20 +31,19 @@ class Terms:
     A part of the state of at least ``part_bytes`` is a message by itself, smaller ones share one;
     this number is the same at both ends. A message is carried as it lies if it is contiguous, or
     has rows of at least ``row_bytes`` where that is given; otherwise its bytes must be copied to
-    staging memory first.
+    staging memory first. ``is_read`` says that the receiver reads from the sender's memory, into
+    memory of any form.
     """
 
     part_bytes: int
     row_bytes: int | None = None
+    is_read: bool = False
 
     def fit(self, view: torch.Tensor) -> bool:
         """Whether ``view`` can be sent from, or received into, where it lies."""
         if view.is_contiguous():
             return True
-        if self.row_bytes is None:
-            return False
-        rows = Rows.of(view)
-        return rows is not None and rows.nbytes >= self.row_bytes
+        return self.row_bytes is not None and Rows.of(view).nbytes >= self.row_bytes
 
 
 class Transfer(ABC):
@@ -176,26 +175,32 @@ class LocalTransport(Transport):
     Make all ends of a mesh at once with :meth:`mesh`.
     """
 
-    def __init__(self, rank: int, mailboxes: list[list[queue.Queue[bytes]]]) -> None:
+    def __init__(
+        self, rank: int, mailboxes: list[list[queue.Queue[bytes]]], hosts: Sequence[int]
+    ) -> None:
         self.rank = rank
         self.size = len(mailboxes)
         self.device = torch.device("cpu")
         self._mailboxes = mailboxes  # [src][dst]
+        self._hosts = hosts
 
     @classmethod
-    def mesh(cls, size: int) -> list[LocalTransport]:
-        """The ``size`` ends of one mesh."""
+    def mesh(cls, size: int, hosts: Sequence[int] | None = None) -> list[LocalTransport]:
+        """The ``size`` ends of one mesh; between ranks of one of ``hosts`` messages are "read"."""
         mailboxes: list[list[queue.Queue[bytes]]] = [
             [queue.Queue() for _ in range(size)] for _ in range(size)
         ]
-        return [cls(rank, mailboxes) for rank in range(size)]
+        return [cls(rank, mailboxes, hosts or range(size)) for rank in range(size)]
 
     def terms(self, peer: int, *, sending: bool) -> Terms:
+        if self._hosts[peer] == self._hosts[self.rank]:
+            return Terms(part_bytes=1, row_bytes=16 if sending else 1, is_read=True)
         return Terms(part_bytes=64)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         for peer, tensor in sends:
-            self._mailboxes[self.rank][peer].put(as_bytes(tensor).numpy().tobytes())
+            data = as_bytes(tensor.contiguous()).numpy().tobytes()
+            self._mailboxes[self.rank][peer].put(data)
         return _LocalTransfer(self, receives)
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
@@ -227,4 +232,4 @@ class _LocalTransfer(Transfer):
                     f"rank {self._transport.rank}: expected {tensor.nbytes} bytes from rank "
                     f"{peer}, got {len(data)}"
                 )
-            as_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))

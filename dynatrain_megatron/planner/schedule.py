@@ -70,17 +70,18 @@ class Schedule:
             return []
         return np.split(own, np.nonzero(np.diff(self.window[own]))[0] + 1)
 
-    def staging_bytes(self, rank: int) -> tuple[int, int]:
-        """Sizes of the two staging buffers of ``rank``, which its windows use by turns."""
+    def staging_bytes(self, rank: int) -> int:
+        """Staging memory of one window of ``rank``: the most that any of them can need."""
         sizes = [int(staged(self.nbytes[window]).sum()) for window in self.windows_of(rank)]
-        return max(sizes[::2], default=0), max(sizes[1::2], default=0)
+        return max(sizes, default=0)
 
     def peak_staging_bytes(self, rank: int) -> int:
-        """The most staging memory ``rank`` can need: less where the state can be sent as it lies.
+        """Staging memory of all windows that ``rank`` has under way together.
 
-        Exact where nothing can.
+        It takes less only where the transport carries the state as it lies.
         """
-        return sum(self.staging_bytes(rank))
+        under_way = min(_WINDOWS_UNDER_WAY, len(self.windows_of(rank)))
+        return under_way * self.staging_bytes(rank)
 
     def pieces_of(self, message: int) -> range:
         """Positions in ``pieces`` of one message."""
