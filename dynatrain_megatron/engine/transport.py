@@ -166,7 +166,8 @@ def failures_of(doing: str) -> Iterator[None]:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as one dim of bytes, in place."""
-    return tensor.view(-1).view(torch.uint8)
+    # A tensor of one element is contiguous whatever its strides are, and view() would keep them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class LocalTransport(Transport):
