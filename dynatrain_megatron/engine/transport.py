@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -170,14 +171,22 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+class _Parcel(NamedTuple):
+    """Memory of another thread, and what it waits for before it touches it again."""
+
+    tensor: torch.Tensor
+    taken: threading.Event
+
+
 class LocalTransport(Transport):
     """Ranks that are threads of one process: for tests, with no process group.
 
-    Make all ends of a mesh at once with :meth:`mesh`.
+    Make all ends of a mesh at once with :meth:`mesh`. Nothing is copied before the receiver waits,
+    so that it shows where a sender touches its memory too early.
     """
 
     def __init__(
-        self, rank: int, mailboxes: list[list[queue.Queue[bytes]]], hosts: Sequence[int]
+        self, rank: int, mailboxes: list[list[queue.Queue[_Parcel]]], hosts: Sequence[int]
     ) -> None:
         self.rank = rank
         self.size = len(mailboxes)
@@ -188,29 +197,34 @@ class LocalTransport(Transport):
     @classmethod
     def mesh(cls, size: int, hosts: Sequence[int] | None = None) -> list[LocalTransport]:
         """The ``size`` ends of one mesh; between ranks of one of ``hosts`` messages are "read"."""
-        mailboxes: list[list[queue.Queue[bytes]]] = [
+        mailboxes: list[list[queue.Queue[_Parcel]]] = [
             [queue.Queue() for _ in range(size)] for _ in range(size)
         ]
         return [cls(rank, mailboxes, hosts or range(size)) for rank in range(size)]
 
     def terms(self, peer: int, *, sending: bool) -> Terms:
         if self._hosts[peer] == self._hosts[self.rank]:
-            return Terms(part_bytes=1, row_bytes=16 if sending else 1, is_read=True)
+            return Terms(part_bytes=1, row_bytes=24 if sending else 1, is_read=True)
         return Terms(part_bytes=64)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
-        for peer, tensor in sends:
-            data = as_bytes(tensor.contiguous()).numpy().tobytes()
-            self._mailboxes[self.rank][peer].put(data)
-        return _LocalTransfer(self, receives)
+        return _LocalTransfer(self, [self.put(*message) for message in sends], receives)
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
+        own = torch.tensor(list(data), dtype=torch.uint8)
         for peer in range(self.size):
-            self._mailboxes[self.rank][peer].put(data)
-        return [self.take(peer, timeout_s) for peer in range(self.size)]
+            self.put(peer, own)
+        parts = [self.take(peer, timeout_s).tensor for peer in range(self.size)]
+        return [part.numpy().tobytes() for part in parts]
 
-    def take(self, peer: int, timeout_s: float) -> bytes:
-        """The next message from ``peer``."""
+    def put(self, peer: int, tensor: torch.Tensor) -> threading.Event:
+        """Let ``peer`` take ``tensor``; returns what says that it has."""
+        parcel = _Parcel(tensor, threading.Event())
+        self._mailboxes[self.rank][peer].put(parcel)
+        return parcel.taken
+
+    def take(self, peer: int, timeout_s: float) -> _Parcel:
+        """What ``peer`` has put next."""
         try:
             return self._mailboxes[peer][self.rank].get(timeout=timeout_s)
         except queue.Empty:
@@ -221,16 +235,27 @@ class LocalTransport(Transport):
 
 
 class _LocalTransfer(Transfer):
-    def __init__(self, transport: LocalTransport, receives: Sequence[Message]) -> None:
+    def __init__(
+        self,
+        transport: LocalTransport,
+        sent: Sequence[threading.Event],
+        receives: Sequence[Message],
+    ) -> None:
         self._transport = transport
+        self._sent = sent
         self._receives = receives
 
     def wait(self, *, timeout_s: float) -> None:
+        rank = self._transport.rank
         for peer, tensor in self._receives:
-            data = self._transport.take(peer, timeout_s)
-            if len(data) != tensor.nbytes:
+            parcel = self._transport.take(peer, timeout_s)
+            if parcel.tensor.nbytes != tensor.nbytes:
                 raise TransitionError(
-                    f"rank {self._transport.rank}: expected {tensor.nbytes} bytes from rank "
-                    f"{peer}, got {len(data)}"
+                    f"rank {rank}: expected {tensor.nbytes} bytes from rank {peer}, "
+                    f"got {parcel.tensor.nbytes}"
                 )
-            tensor.copy_(torch.frombuffer(bytearray(data), dtype=tensor.dtype).view(tensor.shape))
+            data = as_bytes(parcel.tensor.contiguous()).clone()
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+            parcel.taken.set()
+        if not all(taken.wait(timeout_s) for taken in self._sent):
+            raise TransitionError(f"rank {rank}: not all it sent was taken within {timeout_s} s")
