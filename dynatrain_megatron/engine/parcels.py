@@ -69,6 +69,7 @@ def make_parcels(
                 )
                 for together in _cut(views, terms)
             )
+    # Of a plan with a single window everything fits at once.
     _choose_windows(parcels, schedule.staging_bytes(rank) if len(windows) > 1 else math.inf)
     _tell_windows(parcels, transport, timeout_s)
     return parcels

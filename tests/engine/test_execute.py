@@ -205,6 +205,19 @@ def test_staging_memory_is_what_the_plan_says_where_all_state_is_small(
     assert max(planned) <= staging
 
 
+def test_what_must_be_packed_to_be_read_takes_turns_in_staging_memory() -> None:
+    """Rank 0 has nothing but short rows for rank 1, many times what staging memory holds."""
+    before, after = ([RosterBuilder() for _ in range(2)] for _ in range(2))
+    for i in range(30):
+        tensor = LogicalTensor(f"matrix {i}", (8, 10), (State(StateKind.MAIN_PARAM, "float32"),))
+        before[0].add(tensor, Region.whole(tensor.shape))
+        after[1].add(tensor, Region((0, 3), (8, 7)))
+    case = Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
+    plan, _, target = move(case, staging=2048, hosts=[0, 0])
+    assert plan.moved_bytes > 3 * plan.schedule.peak_staging_bytes(0)
+    assert_holds_its_values(target[1])
+
+
 @settings(max_examples=25, deadline=None)
 @given(mixed_cases(TENSORS), st.data())
 def test_fingerprint_does_not_depend_on_the_layout_and_sees_any_flipped_bit(
