@@ -213,7 +213,7 @@ def test_what_must_be_packed_to_be_read_takes_turns_in_staging_memory() -> None:
         before[0].add(tensor, Region.whole(tensor.shape))
         after[1].add(tensor, Region((0, 3), (8, 7)))
     case = Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
-    plan, _, target = move(case, staging=2048, hosts=[0, 0])
+    plan, _, target = move(case, staging=1024, hosts=[0, 0])
     assert plan.moved_bytes > 3 * plan.schedule.peak_staging_bytes(0)
     assert_holds_its_values(target[1])
 
