@@ -34,9 +34,21 @@ OnRefusal.__doc__ = "What a job does when a switch is refused: go on in its layo
 
 
 class EngineSchedule(StrEnum):
-    """How transfers are ordered: ``direct`` issues all of them, in bounded windows."""
+    """How transfers are ordered: ``direct`` starts all as early as bounded windows allow."""
 
     direct = "direct"
+
+
+class EngineTransport(StrEnum):
+    """How bytes get from rank to rank.
+
+    ``torch``: through torch.distributed. ``vm``: ranks of one host read each other's memory, where
+    the state is in host memory. ``auto``: ``vm`` where it works, ``torch`` elsewhere.
+    """
+
+    auto = "auto"
+    torch = "torch"
+    vm = "vm"
 
 
 class Verify(StrEnum):
@@ -51,10 +63,11 @@ class EngineConfig:
     """How state is moved: the group ``engine``."""
 
     schedule: EngineSchedule = EngineSchedule.direct
+    transport: EngineTransport = EngineTransport.auto
     staging_mib: int = 256
     """Upper limit of staging memory a rank, MiB."""
     window_ops: int = 256
-    """Send and receive operations in flight at once, a rank."""
+    """Messages a rank sends and receives in one window; two windows are under way at a time."""
     verify: Verify = Verify.fingerprint
     check_replicas: bool = False
     """Whether what several ranks hold is compared first; a switch is refused where it differs."""
@@ -145,6 +158,7 @@ _ALLOWED = {
     "platform": _one_of(PlatformChoice),
     "on_refusal": _one_of(OnRefusal),
     "engine.schedule": _one_of(EngineSchedule),
+    "engine.transport": _one_of(EngineTransport),
     "engine.staging_mib": f"{_COUNT} (MiB)",
     "engine.window_ops": _COUNT,
     "engine.verify": _one_of(Verify),

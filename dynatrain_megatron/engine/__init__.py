@@ -2,6 +2,7 @@
 
 from dynatrain_megatron.engine.execute import ExecutionReport, execute
 from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
+from dynatrain_megatron.engine.same_host import SameHostTransport, connect
 from dynatrain_megatron.engine.transport import LocalTransport, TorchTransport, Transport
 
 __all__ = [
@@ -9,7 +10,9 @@ __all__ = [
     "Fragments",
     "FragmentsBuilder",
     "LocalTransport",
+    "SameHostTransport",
     "TorchTransport",
     "Transport",
+    "connect",
     "execute",
 ]

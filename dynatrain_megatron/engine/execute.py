@@ -1,36 +1,48 @@
-"""Moves what a plan says: window by window, pack → exchange → unpack.
+"""Moves what a plan says: window by window, pack → exchange → unpack, two windows under way.
 
-A message is the concatenation of its pieces' states, wider dtypes first, so that every part is
-aligned without padding and the bytes on the wire are exactly the plan's. Both ends derive that
-order from the plan; nothing describes it on the wire.
+::
+
+    window 0   pack  |--- on the wire ---|  unpack
+    window 1               pack  |--- on the wire ---|  unpack
+    window 2                                     pack  |--- on the wire ---|  unpack
+
+State that lies so that the transport can carry it is neither packed nor unpacked; see
+:mod:`.parcels`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from dynatrain_megatron.engine.fragments import Fragments
-from dynatrain_megatron.engine.transport import Message, Transport
+from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
+from dynatrain_megatron.engine.transport import Message, Transfer, Transport
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes
-from dynatrain_megatron.planner.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionReport:
-    """What one rank did; bytes are those really handed to or taken from the transport."""
+    """What one rank did; bytes are those really handed to or taken from the transport.
+
+    ``wire_s`` is the time this rank spent in the transport, ``retain_s`` that for copying what it
+    keeps. ``num_operations`` counts sends and receives.
+    """
 
     pack_s: float
     wire_s: float
     unpack_s: float
+    retain_s: float
     sent_bytes: int
     received_bytes: int
-    num_messages: int
+    num_operations: int
     peak_staging_bytes: int
 
 
@@ -38,7 +50,7 @@ class _Clock:
     """Adds up seconds by name."""
 
     def __init__(self) -> None:
-        self.seconds = {"pack": 0.0, "wire": 0.0, "unpack": 0.0}
+        self.seconds = dict.fromkeys(("pack", "wire", "unpack", "retain"), 0.0)
         self._since = time.perf_counter()
 
     def lap(self, name: str) -> None:
@@ -55,82 +67,144 @@ def execute(
     ``source`` is only read. Raises :class:`TransitionError` where a transfer fails; the target is
     then undefined and the source intact.
     """
-    schedule = plan.schedule
     clock = _Clock()
-    _copy_retained(schedule.retained, transport.rank, source, target)
-    clock.lap("unpack")
-    sent = received = messages = peak = 0
-    for sends, receives in _windows(schedule, transport.rank):
-        outgoing: list[Message] = []
-        for m in sends:
-            staging = _staging(schedule, m, transport.device)
-            for part, view in _parts(plan, m, source, staging, sending=True):
-                part.copy_(view)
-            outgoing.append((int(schedule.dst[m]), staging))
-        incoming = [
-            (int(schedule.src[m]), _staging(schedule, m, transport.device)) for m in receives
-        ]
-        clock.lap("pack")
-        transport.exchange(outgoing, incoming, timeout_s=timeout_s)
+    parcels = make_parcels(plan, source, target, transport, timeout_s=timeout_s)
+    staging = _Staging(plan, transport)
+    under_way: deque[tuple[_Window, Transfer]] = deque()
+
+    def finish_first() -> None:
+        window, transfer = under_way.popleft()
+        transfer.wait(timeout_s=timeout_s)
         clock.lap("wire")
-        for m, (_, staging) in zip(receives, incoming, strict=True):
-            for part, view in _parts(plan, m, target, staging, sending=False):
-                view.copy_(part)
+        window.unpack.run()
         clock.lap("unpack")
-        window_sent = sum(staging.numel() for _, staging in outgoing)
-        window_received = sum(staging.numel() for _, staging in incoming)
-        sent += window_sent
-        received += window_received
-        messages += len(outgoing) + len(incoming)
-        peak = max(peak, window_sent + window_received)
+
+    for together in by_window(parcels):
+        window = _prepare(together, staging)
+        window.pack.run()
+        clock.lap("pack")
+        under_way.append((window, transport.start(window.sends, window.receives)))
+        clock.lap("wire")
+        if len(under_way) > 1:
+            finish_first()
+        else:  # the first one is on its way; meanwhile, what this rank keeps
+            _retained(plan.schedule.retained, transport.rank, source, target).run()
+            clock.lap("retain")
+    if under_way:
+        finish_first()
+    else:
+        _retained(plan.schedule.retained, transport.rank, source, target).run()
+        clock.lap("retain")
     return ExecutionReport(
         clock.seconds["pack"],
         clock.seconds["wire"],
         clock.seconds["unpack"],
-        sent,
-        received,
-        messages,
-        peak,
+        clock.seconds["retain"],
+        sum(parcel.nbytes for parcel in parcels if parcel.sending),
+        sum(parcel.nbytes for parcel in parcels if not parcel.sending),
+        len(parcels),
+        staging.allocated_bytes,
     )
 
 
-def _copy_retained(retained: Routes, rank: int, source: Fragments, target: Fragments) -> None:
+class _Buffer:
+    """Staging memory, allocated when it is first used and handed out from its begin."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
+        self._device = device
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return 0 if self._memory is None else self._nbytes
+
+    def take(self, nbytes: int, alignment: int) -> torch.Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._device)
+        start = -(-self._used // alignment) * alignment
+        self._used = start + nbytes
+        return self._memory[start : self._used]
+
+    def clear(self) -> None:
+        self._used = 0
+
+
+class _Staging:
+    """As many buffers as windows of the plan are under way, used by turns by those that need one.
+
+    Where the plan has a single window there is a single buffer, and all of it fits.
+    """
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        nbytes = plan.schedule.staging_bytes(transport.rank)
+        count = plan.schedule.peak_staging_bytes(transport.rank) // max(1, nbytes)
+        self._buffers = [_Buffer(nbytes, transport.device) for _ in range(count)]
+        self._next = itertools.cycle(self._buffers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(buffer.allocated_bytes for buffer in self._buffers)
+
+    def borrow(self) -> _Buffer:
+        """A buffer whose last window is done; the only one there is goes on where it was."""
+        buffer = next(self._next)
+        if len(self._buffers) > 1:
+            buffer.clear()
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Pairs of tensors of the same shape and dtype, the second to be copied to the first."""
+
+    to: list[torch.Tensor] = field(default_factory=list)
+    of: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self) -> None:
+        if self.to:
+            torch._foreach_copy_(self.to, self.of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What one rank does in one window, every view of it made."""
+
+    sends: list[Message]
+    receives: list[Message]
+    pack: _Copies
+    unpack: _Copies
+    buffer: _Buffer | None
+
+
+def _prepare(parcels: Sequence[Parcel], staging: _Staging) -> _Window:
+    needs_memory = any(parcel.is_staged for parcel in parcels)
+    window = _Window([], [], _Copies(), _Copies(), staging.borrow() if needs_memory else None)
+    for parcel in parcels:
+        carried = parcel.views[0]
+        if parcel.is_staged:
+            assert window.buffer is not None
+            carried = window.buffer.take(parcel.nbytes, carried.element_size())
+            room = _divide(carried, parcel.views)
+            copies = window.pack if parcel.sending else window.unpack
+            copies.to.extend(room if parcel.sending else parcel.views)
+            copies.of.extend(parcel.views if parcel.sending else room)
+        (window.sends if parcel.sending else window.receives).append((parcel.peer, carried))
+    return window
+
+
+def _divide(memory: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``memory`` as one tensor after the other, shaped as ``views``."""
+    parts = torch.split(memory, [view.nbytes for view in views])
+    return [part.view(view.dtype).view(view.shape) for part, view in zip(parts, views, strict=True)]
+
+
+def _retained(retained: Routes, rank: int, source: Fragments, target: Fragments) -> _Copies:
+    """What this rank keeps, from its old fragments to its new ones."""
+    copies = _Copies()
     for i in np.nonzero(retained.dst == rank)[0]:
         region = retained.start[i], retained.stop[i]
-        kept = source.piece(int(retained.src_slot[i]), *region)
-        for view, old in zip(target.piece(int(retained.dst_slot[i]), *region), kept, strict=True):
-            view.copy_(old)
-
-
-def _windows(schedule: Schedule, rank: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Message ids this rank sends and receives, window by window, in ascending order."""
-    own = np.nonzero((schedule.src == rank) | (schedule.dst == rank))[0]
-    for window in np.unique(schedule.window[own]):
-        members = own[schedule.window[own] == window]
-        yield (
-            [int(m) for m in members if schedule.src[m] == rank],
-            [int(m) for m in members if schedule.dst[m] == rank],
-        )
-
-
-def _staging(schedule: Schedule, message: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(int(schedule.nbytes[message]), dtype=torch.uint8, device=device)
-
-
-def _parts(
-    plan: Plan, message: int, fragments: Fragments, staging: torch.Tensor, *, sending: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of (part of the staging buffer, view of the state it carries), same shape and dtype."""
-    pieces = plan.schedule.pieces
-    slots = pieces.src_slot if sending else pieces.dst_slot
-    views = [
-        view
-        for i in plan.schedule.pieces_of(message)
-        for view in fragments.piece(int(slots[i]), pieces.start[i], pieces.stop[i])
-    ]
-    views.sort(key=lambda view: -view.element_size())  # stable: the same order at both ends
-    offset = 0
-    for view in views:
-        stop = offset + view.numel() * view.element_size()
-        yield staging[offset:stop].view(view.dtype).view(view.shape), view
-        offset = stop
+        copies.to.extend(target.piece(int(retained.dst_slot[i]), *region))
+        copies.of.extend(source.piece(int(retained.src_slot[i]), *region))
+    return copies

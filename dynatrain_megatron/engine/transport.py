@@ -6,19 +6,56 @@ carries transfers and the few control values around them, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from dynatrain_megatron.engine.rows import Rows
 from dynatrain_megatron.errors import TransitionError
 
 Message = tuple[int, torch.Tensor]
-"""A peer's rank and a contiguous one-dimensional uint8 tensor."""
+"""A peer's rank and what to send to it, or where to put what comes from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a transport asks of messages from one rank to another.
+
+    A part of the state of at least ``part_bytes`` is a message by itself, smaller ones share one;
+    this number is the same at both ends. A message is carried as it lies if it is contiguous, or
+    has rows of at least ``row_bytes`` where that is given; otherwise its bytes must be copied to
+    staging memory first. ``is_read`` says that the receiver reads from the sender's memory, into
+    memory of any form.
+    """
+
+    part_bytes: int
+    row_bytes: int | None = None
+    is_read: bool = False
+
+    def fit(self, view: torch.Tensor) -> bool:
+        """Whether ``view`` can be sent from, or received into, where it lies."""
+        if view.is_contiguous():
+            return True
+        return self.row_bytes is not None and Rows.of(view).nbytes >= self.row_bytes
+
+
+class Transfer(ABC):
+    """Messages under way."""
+
+    @abstractmethod
+    def wait(self, *, timeout_s: float) -> None:
+        """Return when sent tensors may be written and received ones read.
+
+        Raises :class:`TransitionError` where a peer fails or ``timeout_s`` passes.
+        """
 
 
 class Transport(ABC):
@@ -32,19 +69,28 @@ class Transport(ABC):
     device: torch.device
 
     @abstractmethod
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
-    ) -> None:
-        """Complete all these messages; called by each rank that has any, for the same window.
+    def terms(self, peer: int, *, sending: bool) -> Terms:
+        """What is asked of messages to ``peer``, or of those from it."""
 
-        Messages between two ranks match in the order given, which must be the same at both ends.
-        When it returns, sent tensors may be reused and received ones read. Raises
-        :class:`TransitionError` where a peer fails or ``timeout_s`` passes.
+    @abstractmethod
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        """Put all these messages on their way; called by each rank that has any.
+
+        Messages between two ranks match in the order given, over all calls, and have the same
+        number of bytes at both ends; shapes and dtypes may differ. Transfers are waited for in the
+        order they were started in. Tensors must fit the :meth:`terms`. Raises
+        :class:`TransitionError` where a peer has failed already.
         """
 
     @abstractmethod
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         """Collective over all ranks: everyone's ``data`` (lengths may differ), by rank."""
+
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
+    ) -> None:
+        """Start these messages and wait for them."""
+        self.start(sends, receives).wait(timeout_s=timeout_s)
 
 
 class TorchTransport(Transport):
@@ -54,6 +100,9 @@ class TorchTransport(Transport):
     must carry nothing else meanwhile.
     """
 
+    # An operation costs as much as copying so many bytes twice, packing and unpacking them.
+    _TERMS = Terms(part_bytes=1 << 19)
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -61,87 +110,121 @@ class TorchTransport(Transport):
         self.device = device
         self._global_rank = dist.get_process_group_ranks(group)
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
-    ) -> None:
+    def terms(self, peer: int, *, sending: bool) -> Terms:
+        return self._TERMS
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         ops = [
-            dist.P2POp(dist.irecv, tensor, self._global_rank[peer], self.group)
+            dist.P2POp(dist.irecv, as_bytes(tensor), self._global_rank[peer], self.group)
             for peer, tensor in receives
         ]
         ops += [
-            dist.P2POp(dist.isend, tensor, self._global_rank[peer], self.group)
+            dist.P2POp(dist.isend, as_bytes(tensor), self._global_rank[peer], self.group)
             for peer, tensor in sends
         ]
-        if not ops:
-            return
-        try:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            peers = sorted({peer for peer, _ in (*sends, *receives)})
-            raise TransitionError(
-                f"rank {self.rank}: transfer with ranks {peers} failed: {error}"
-            ) from error
+        peers = sorted({peer for peer, _ in (*sends, *receives)})
+        doing = f"rank {self.rank}: transfer with ranks {peers}"
+        with failures_of(doing):
+            return _TorchTransfer(doing, dist.batch_isend_irecv(ops) if ops else [])
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        self._wait(dist.all_gather(lengths, length, self.group, async_op=True), timeout_s)
+        self._all_gather(lengths, length, timeout_s)
         longest = max(1, *(int(n) for n in lengths))
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: own.numel()] = own
         rows = [torch.empty_like(padded) for _ in range(self.size)]
-        self._wait(dist.all_gather(rows, padded, self.group, async_op=True), timeout_s)
+        self._all_gather(rows, padded, timeout_s)
         return [row[: int(n)].cpu().numpy().tobytes() for row, n in zip(rows, lengths, strict=True)]
 
-    def _wait(self, work: dist.Work, timeout_s: float) -> None:
-        try:
+    def _all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, timeout_s: float) -> None:
+        with failures_of(f"rank {self.rank}: all-gather"):
+            work = dist.all_gather(parts, own, self.group, async_op=True)
             work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise TransitionError(f"rank {self.rank}: all-gather failed: {error}") from error
+
+
+class _TorchTransfer(Transfer):
+    def __init__(self, doing: str, works: Sequence[dist.Work]) -> None:
+        self._doing = doing
+        self._works = works
+
+    def wait(self, *, timeout_s: float) -> None:
+        with failures_of(self._doing):
+            for work in self._works:
+                work.wait(timedelta(seconds=timeout_s))
+
+
+@contextlib.contextmanager
+def failures_of(doing: str) -> Iterator[None]:
+    """Turn what torch raises inside into a :class:`TransitionError` that says what was done."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransitionError(f"{doing} failed: {error}") from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as one dim of bytes, in place."""
+    # A tensor of one element is contiguous whatever its strides are, and view() would keep them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+class _Parcel(NamedTuple):
+    """Memory of another thread, and what it waits for before it touches it again."""
+
+    tensor: torch.Tensor
+    taken: threading.Event
 
 
 class LocalTransport(Transport):
     """Ranks that are threads of one process: for tests, with no process group.
 
-    Make all ends of a mesh at once with :meth:`mesh`.
+    Make all ends of a mesh at once with :meth:`mesh`. Nothing is copied before the receiver waits,
+    so that it shows where a sender touches its memory too early.
     """
 
-    def __init__(self, rank: int, mailboxes: list[list[queue.Queue[bytes]]]) -> None:
+    def __init__(
+        self, rank: int, mailboxes: list[list[queue.Queue[_Parcel]]], hosts: Sequence[int]
+    ) -> None:
         self.rank = rank
         self.size = len(mailboxes)
         self.device = torch.device("cpu")
         self._mailboxes = mailboxes  # [src][dst]
+        self._hosts = hosts
 
     @classmethod
-    def mesh(cls, size: int) -> list[LocalTransport]:
-        """The ``size`` ends of one mesh."""
-        mailboxes: list[list[queue.Queue[bytes]]] = [
+    def mesh(cls, size: int, hosts: Sequence[int] | None = None) -> list[LocalTransport]:
+        """The ``size`` ends of one mesh; between ranks of one of ``hosts`` messages are "read"."""
+        mailboxes: list[list[queue.Queue[_Parcel]]] = [
             [queue.Queue() for _ in range(size)] for _ in range(size)
         ]
-        return [cls(rank, mailboxes) for rank in range(size)]
+        return [cls(rank, mailboxes, hosts or range(size)) for rank in range(size)]
 
-    def exchange(
-        self, sends: Sequence[Message], receives: Sequence[Message], *, timeout_s: float
-    ) -> None:
-        for peer, tensor in sends:
-            self._mailboxes[self.rank][peer].put(tensor.numpy().tobytes())
-        for peer, tensor in receives:
-            data = self._take(peer, timeout_s)
-            if len(data) != tensor.numel():
-                raise TransitionError(
-                    f"rank {self.rank}: expected {tensor.numel()} bytes from rank {peer}, "
-                    f"got {len(data)}"
-                )
-            tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    def terms(self, peer: int, *, sending: bool) -> Terms:
+        if self._hosts[peer] == self._hosts[self.rank]:
+            return Terms(part_bytes=1, row_bytes=24 if sending else 1, is_read=True)
+        return Terms(part_bytes=64)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
+        return _LocalTransfer(self, [self.put(*message) for message in sends], receives)
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
+        own = torch.tensor(list(data), dtype=torch.uint8)
         for peer in range(self.size):
-            self._mailboxes[self.rank][peer].put(data)
-        return [self._take(peer, timeout_s) for peer in range(self.size)]
+            self.put(peer, own)
+        parts = [self.take(peer, timeout_s).tensor for peer in range(self.size)]
+        return [part.numpy().tobytes() for part in parts]
 
-    def _take(self, peer: int, timeout_s: float) -> bytes:
+    def put(self, peer: int, tensor: torch.Tensor) -> threading.Event:
+        """Let ``peer`` take ``tensor``; returns what says that it has."""
+        parcel = _Parcel(tensor, threading.Event())
+        self._mailboxes[self.rank][peer].put(parcel)
+        return parcel.taken
+
+    def take(self, peer: int, timeout_s: float) -> _Parcel:
+        """What ``peer`` has put next."""
         try:
             return self._mailboxes[peer][self.rank].get(timeout=timeout_s)
         except queue.Empty:
@@ -149,3 +232,30 @@ class LocalTransport(Transport):
                 f"rank {self.rank}: nothing from rank {peer} within {timeout_s} s "
                 f"({threading.current_thread().name})"
             ) from None
+
+
+class _LocalTransfer(Transfer):
+    def __init__(
+        self,
+        transport: LocalTransport,
+        sent: Sequence[threading.Event],
+        receives: Sequence[Message],
+    ) -> None:
+        self._transport = transport
+        self._sent = sent
+        self._receives = receives
+
+    def wait(self, *, timeout_s: float) -> None:
+        rank = self._transport.rank
+        for peer, tensor in self._receives:
+            parcel = self._transport.take(peer, timeout_s)
+            if parcel.tensor.nbytes != tensor.nbytes:
+                raise TransitionError(
+                    f"rank {rank}: expected {tensor.nbytes} bytes from rank {peer}, "
+                    f"got {parcel.tensor.nbytes}"
+                )
+            data = as_bytes(parcel.tensor.contiguous()).clone()
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+            parcel.taken.set()
+        if not all(taken.wait(timeout_s) for taken in self._sent):
+            raise TransitionError(f"rank {rank}: not all it sent was taken within {timeout_s} s")

@@ -2,9 +2,10 @@
 
 The elements that go from one rank to another are a stream, cut into *messages* of bounded size:
 operations, not bytes, are what small pieces cost. Messages are placed into *windows*, processed in
-ascending order by every rank; a rank posts all its sends and receives of a window, waits for all,
-goes on. What is long enough is spread evenly over the windows that the busiest rank needs, which
-keeps every rank's windows equally full; what is short fills the room that this leaves::
+ascending order by every rank; a rank posts all its sends and receives of a window, and then waits
+for the window before, so that two are under way at a time. What is long enough is spread evenly
+over the windows that the busiest rank needs, which keeps every rank's windows equally full; what is
+short fills the room that this leaves::
 
     window      0     1     2     3
     0 -> 1      ##    ##    ##    ##       8 units on 4 windows
@@ -35,6 +36,8 @@ _SMALLEST_PART = 1 << 20  # bytes of a stream that is spread over windows, in ea
 _LARGEST_MESSAGE = 16 << 20  # of other streams
 _TRIES = 4  # to fill a window; each costs time and finds less than the one before
 _LOOK_AHEAD = 4  # windows' worth of messages that are looked at for one window
+_ALIGNMENT = 16  # where a message may begin in staging memory, bytes
+_WINDOWS_UNDER_WAY = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,16 +115,35 @@ class Schedule:
     def num_windows(self) -> int:
         return int(self.window.max()) + 1 if len(self) else 0
 
+    def windows_of(self, rank: int) -> list[IntArray]:
+        """The messages ``rank`` sends and receives, window by window, in order in each."""
+        own = np.nonzero((self.src == rank) | (self.dst == rank))[0]
+        own = own[np.argsort(self.window[own], kind="stable")]
+        if not len(own):
+            return []
+        return np.split(own, np.nonzero(np.diff(self.window[own]))[0] + 1)
+
+    def staging_bytes(self, rank: int) -> int:
+        """Staging memory of one window of ``rank``: the most that any of them can need."""
+        sizes = [int(staged(self.nbytes[window]).sum()) for window in self.windows_of(rank)]
+        return max(sizes, default=0)
+
     def peak_staging_bytes(self, rank: int) -> int:
-        """The most bytes of messages that ``rank`` sends and receives in one window."""
-        own = (self.src == rank) | (self.dst == rank)
-        total = np.zeros(self.num_windows, dtype=np.int64)
-        np.add.at(total, self.window[own], self.nbytes[own])
-        return int(total.max(initial=0))
+        """Staging memory of all windows that ``rank`` has under way together.
+
+        It takes less only where the transport carries the state as it lies.
+        """
+        under_way = min(_WINDOWS_UNDER_WAY, len(self.windows_of(rank)))
+        return under_way * self.staging_bytes(rank)
 
     def pieces_of(self, message: int) -> range:
         """Positions in ``pieces`` of one message."""
         return range(int(self.first_piece[message]), int(self.first_piece[message + 1]))
+
+
+def staged[Number: (int, IntArray)](nbytes: Number) -> Number:
+    """Bytes that messages take in staging memory: each begins aligned."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def links_of(flows: Flows, shares: Shares) -> tuple[Links, IntArray]:
@@ -146,10 +168,11 @@ def schedule_direct(
 ) -> Messages:
     """All messages in as few windows as the bounds allow.
 
-    In each window a rank takes part in at most ``window_ops`` messages, and those it sends and
-    receives have at most ``staging_bytes`` together, but for a single message of one element that
-    is larger.
+    In each window a rank takes part in at most ``window_ops`` messages. Those of its windows that
+    are under way together take at most ``staging_bytes``, but for windows of a single message of
+    one element that is larger.
     """
+    staging_bytes = max(1, staging_bytes // _WINDOWS_UNDER_WAY)
     limit = max(1, min(_LARGEST_MESSAGE, staging_bytes // 4))
     steps = np.maximum(1, limit // links.element_bytes)
     spread, wide = _spread(links, num_ranks, staging_bytes, window_ops)
@@ -165,17 +188,17 @@ def schedule_direct(
     turn = (links.dst - links.src) % num_ranks
     order = grouped_order((part * num_ranks + turn[link]) * num_ranks + links.src[link])
     numel = np.minimum(steps[link], links.numel[link] - part * steps[link])
-    nbytes = numel * links.element_bytes[link]
-    staged, ops = (
+    nbytes = staged(numel * links.element_bytes[link])
+    held, ops = (
         _at_both_ends(links, spread, amount, num_ranks)
-        for amount in (steps * links.element_bytes, np.ones_like(steps))
+        for amount in (staged(steps * links.element_bytes), np.ones_like(steps))
     )
     window = np.zeros(len(part), dtype=np.int64)
     window[order] = _place(
         links.src[link[order]],
         links.dst[link[order]],
         nbytes[order],
-        _Room(staged, ops, int(count[spread].max(initial=0)), staging_bytes, window_ops),
+        _Room(held, ops, int(count[spread].max(initial=0)), staging_bytes, window_ops),
     )
     return Messages(steps, count, first, window)
 
@@ -191,8 +214,8 @@ def _spread(
     for _ in range(_TRIES):
         spread = links.nbytes >= windows * least
         steps = -(-links.numel // max(1, windows))
-        staged = _at_both_ends(links, spread, steps * links.element_bytes, num_ranks)
-        if staged.max(initial=0) <= staging_bytes:  # but for rounding up it always is
+        held = _at_both_ends(links, spread, staged(steps * links.element_bytes), num_ranks)
+        if held.max(initial=0) <= staging_bytes:  # but for rounding up it always is
             return spread, steps[spread]
         windows += 1 + windows // 64
     return ~every, np.zeros(0, dtype=np.int64)
@@ -210,7 +233,7 @@ def _at_both_ends(links: Links, chosen: BoolArray, amount: IntArray, num_ranks: 
 class _Room:
     """Bounds of a window, and what is in the first ``windows`` of them already, [num_ranks]."""
 
-    staged: IntArray
+    held: IntArray
     ops: IntArray
     windows: int
     staging_bytes: int
@@ -234,16 +257,16 @@ def _place(src: IntArray, dst: IntArray, nbytes: IntArray, room: _Room) -> IntAr
         waiting = np.concatenate((waiting, np.arange(seen, more)))
         seen = more
         begun = window < room.windows
-        ops, staged = (x.copy() if begun else np.zeros_like(x) for x in (room.ops, room.staged))
+        ops, held = (x.copy() if begun else np.zeros_like(x) for x in (room.ops, room.held))
         trying = waiting
         for _ in range(_TRIES):
             a, b, size = src[trying], dst[trying], nbytes[trying]
-            fits = _fits(a, b, size, ops, staged, room)
+            fits = _fits(a, b, size, ops, held, room)
             placed[trying[fits]] = window
             for end in (a[fits], b[fits]):
                 np.add.at(ops, end, 1)
-                np.add.at(staged, end, size[fits])
-            left = np.where(ops > 0, room.staging_bytes - staged, np.iinfo(np.int64).max)
+                np.add.at(held, end, size[fits])
+            left = np.where(ops > 0, room.staging_bytes - held, np.iinfo(np.int64).max)
             left[ops >= room.window_ops] = 0
             trying = trying[~fits & (size <= np.minimum(left[a], left[b]))]
             if not len(trying):
@@ -256,7 +279,7 @@ def _place(src: IntArray, dst: IntArray, nbytes: IntArray, room: _Room) -> IntAr
 
 
 def _fits(
-    src: IntArray, dst: IntArray, nbytes: IntArray, ops: IntArray, staged: IntArray, room: _Room
+    src: IntArray, dst: IntArray, nbytes: IntArray, ops: IntArray, held: IntArray, room: _Room
 ) -> BoolArray:
     """Which messages both ends have room for if each lets its own in by their order."""
     rank = np.stack((src, dst), axis=1).reshape(-1)
@@ -267,7 +290,7 @@ def _fits(
     group = np.cumsum(new) - 1
     size = nbytes[message]
     total = np.cumsum(size)
-    total += (staged[end[begin]] - (total[begin] - size[begin]))[group]
+    total += (held[end[begin]] - (total[begin] - size[begin]))[group]
     count = np.arange(len(end)) - begin[group] + 1 + ops[end]
     fits = (total <= room.staging_bytes) & (count <= room.window_ops)
     fits |= new & (ops[end] == 0)

@@ -340,6 +340,7 @@ class Session:
         engine = self.config.engine
         return SwitchOptions(
             PlanOptions(engine.staging_mib << 20, engine.window_ops),
+            transport=engine.transport,
             verify=engine.verify is not Verify.off,
             check_replicas=engine.check_replicas,
             timeout_s=engine.timeout_s,

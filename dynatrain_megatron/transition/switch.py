@@ -33,7 +33,8 @@ from dynatrain_megatron.adapters import arguments, groups, skeleton
 from dynatrain_megatron.adapters.handover import finish_in_flight, hand_over
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
-from dynatrain_megatron.engine import ExecutionReport, Fragments, TorchTransport, Transport, execute
+from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.engine import ExecutionReport, Fragments, Transport, connect, execute
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.memory import Dropped, storage_bytes
 from dynatrain_megatron.engine.replicas import check_replicas
@@ -58,6 +59,7 @@ class SwitchOptions:
     """
 
     plan: PlanOptions
+    transport: EngineTransport = EngineTransport.auto
     verify: bool = True
     check_replicas: bool = False
     timeout_s: float = 600.0
@@ -112,7 +114,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     with phase("quiesce", "asynchronous saves finished, old state described"):
         finish_in_flight()
         current_platform().synchronize()
-        bridge = _bridge(job)
+        bridge = _bridge(job, options)
         source = HostState(job.model, job.optimizer, job.args)
         source.allocate_moments()
         old_fragments = _described(source, bridge, options.timeout_s)
@@ -173,12 +175,17 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     return report
 
 
-def _bridge(job: Job) -> Transport:
+def _bridge(job: Job, options: SwitchOptions) -> Transport:
     """The group that carries transfers and nothing else; made once for a set of processes."""
     if job.bridge is None:
         group = dist.new_group(group_desc="DYNATRAIN_BRIDGE")
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-        job.bridge = TorchTransport(group, current_platform().device)
+        device = current_platform().device
+        try:
+            job.bridge = connect(group, device, options.transport, timeout_s=options.timeout_s)
+        except SwitchRefused:
+            dist.destroy_process_group(group)
+            raise
     return job.bridge
 
 
@@ -369,7 +376,7 @@ def _fill_in(
     own: dict[str, Any] = {
         "pack": executed.pack_s,
         "wire": executed.wire_s,
-        "unpack": executed.unpack_s,
+        "unpack": executed.unpack_s + executed.retain_s,
         "sent": executed.sent_bytes,
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EngineConfig,
+    EngineSchedule,
+    EngineTransport,
     OnRefusal,
     PlatformChoice,
     ScheduleStep,
@@ -22,12 +24,13 @@ from dynatrain_megatron.layout import LAYOUT_KEYS
 
 KEYS = (
     "source", "target", "switch_at", "schedule", "run_dir", "platform", "on_refusal",
-    "engine.schedule", "engine.staging_mib", "engine.window_ops", "engine.verify",
-    "engine.check_replicas", "engine.timeout_s", "record_steps", "save_after_switch",
+    "engine.schedule", "engine.transport", "engine.staging_mib", "engine.window_ops",
+    "engine.verify", "engine.check_replicas", "engine.timeout_s", "record_steps",
+    "save_after_switch",
 )  # fmt: skip
 GROUP = (
-    "a group {schedule: …, staging_mib: …, window_ops: …, verify: …, check_replicas: …, "
-    "timeout_s: …}"
+    "a group {schedule: …, transport: …, staging_mib: …, window_ops: …, verify: …, "
+    "check_replicas: …, timeout_s: …}"
 )
 
 
@@ -49,6 +52,8 @@ def test_the_defaults() -> None:
     assert config.platform is PlatformChoice.auto
     assert config.on_refusal is OnRefusal["continue"]
     assert config.engine == EngineConfig(staging_mib=256, window_ops=256, timeout_s=600)
+    assert config.engine.schedule is EngineSchedule.direct
+    assert config.engine.transport is EngineTransport.auto
     assert config.engine.verify is Verify.fingerprint
     assert config.engine.check_replicas is False
     assert (config.source, config.run_dir, config.record_steps) == ("auto", "dynatrain-run", True)
@@ -83,9 +88,10 @@ def test_all_keys_at_once() -> None:
     config = compose(
         [
             "source=tp2-dp2", "target=pp4", "switch_at=3", "run_dir=out/run-1", "platform=cpu",
-            "on_refusal=fail", "engine.schedule=direct", "engine.staging_mib=1",
-            "engine.window_ops=2", "engine.verify=off", "engine.timeout_s=1.5",
-            "engine.check_replicas=true", "record_steps=false", "save_after_switch=true",
+            "on_refusal=fail", "engine.schedule=direct", "engine.transport=vm",
+            "engine.staging_mib=1", "engine.window_ops=2", "engine.verify=off",
+            "engine.timeout_s=1.5", "engine.check_replicas=true", "record_steps=false",
+            "save_after_switch=true",
         ]
     )  # fmt: skip
     assert config == DynaTrainConfig(
@@ -96,7 +102,13 @@ def test_all_keys_at_once() -> None:
         platform=PlatformChoice.cpu,
         on_refusal=OnRefusal.fail,
         engine=EngineConfig(
-            staging_mib=1, window_ops=2, verify=Verify.off, check_replicas=True, timeout_s=1.5
+            schedule=EngineSchedule.direct,
+            transport=EngineTransport.vm,
+            staging_mib=1,
+            window_ops=2,
+            verify=Verify.off,
+            check_replicas=True,
+            timeout_s=1.5,
         ),
         record_steps=False,
         save_after_switch=True,
@@ -203,7 +215,8 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("platform=CPU", "auto, cuda or cpu"),
         ("platform=null", "auto, cuda or cpu"),
         ("on_refusal=stop", "continue or fail"),
-        ("engine.schedule=xor", "direct"),
+        ("engine.schedule=tree", "direct"),
+        ("engine.transport=gloo", "auto, torch or vm"),
         ("engine.verify=wire", "off or fingerprint"),
         ("engine.verify=true", "off or fingerprint"),
         ("engine.staging_mib=0", "a whole number of at least 1 (MiB)"),

@@ -2,74 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dynatrain_megatron.engine import LocalTransport, TorchTransport, Transport
+from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.engine import (
+    LocalTransport,
+    SameHostTransport,
+    TorchTransport,
+    Transport,
+    connect,
+)
 from dynatrain_megatron.errors import TransitionError
 from tests.ranks import run_ranks
 
 Body = Callable[[Transport], Any]
+Run = Callable[[int, Body], list[Any]]
 
 
-def on_threads(size: int, body: Body) -> list[Any]:
+def on_threads(size: int, body: Body, hosts: Sequence[int] | None = None) -> list[Any]:
     """Run ``body`` on each end of a mesh of threads; raises the first failure."""
     with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(body, end) for end in LocalTransport.mesh(size)]
+        futures = [pool.submit(body, end) for end in LocalTransport.mesh(size, hosts)]
         failed = wait(futures, return_when=FIRST_EXCEPTION).done
         for future in failed:  # the first to fail, not those that then waited for it in vain
             future.result()
         return [future.result() for future in futures]
 
 
-def on_gloo(size: int, body: Body) -> list[Any]:
-    """Run ``body`` on forked ranks joined by gloo."""
+def on_ranks(
+    size: int, body: Body, choice: EngineTransport, hosts: Sequence[str] | None = None
+) -> list[Any]:
+    """Run ``body`` on forked ranks joined by gloo, with the transport that ``choice`` means.
+
+    ``hosts`` are where the ranks are said to be.
+    """
 
     def run(rank: int) -> Any:
         dist.init_process_group("gloo")
         group = dist.new_group()
-        result = body(TorchTransport(group, torch.device("cpu")))
+        transport = connect(
+            group,
+            torch.device("cpu"),
+            choice,
+            timeout_s=20,
+            host=None if hosts is None else hosts[rank],
+        )
+        alone = hosts is not None and hosts.count(hosts[rank]) == 1
+        by_messages = choice is EngineTransport.torch or alone
+        assert type(transport) is (TorchTransport if by_messages else SameHostTransport)
+        result = body(transport)
         dist.barrier()
         return result
 
     return run_ranks(size, run, timeout_s=60)
 
 
-@pytest.mark.parametrize("run", [on_threads, on_gloo])
-def test_transport_conformance(run: Callable[[int, Body], list[Any]]) -> None:
-    """Order within a pair, many messages, nothing to do, and gathers of unequal lengths."""
+on_gloo = partial(on_ranks, choice=EngineTransport.torch)
+on_one_host = partial(on_ranks, choice=EngineTransport.vm)
+on_two_hosts = partial(on_ranks, choice=EngineTransport.vm, hosts=["a", "b", "a", "b"])
 
-    def body(transport: Transport) -> tuple[list[list[int]], list[bytes], list[bytes]]:
-        rank, size = transport.rank, transport.size
+TRANSPORTS: dict[str, Run] = {
+    "threads": on_threads,
+    "threads that read": partial(on_threads, hosts=[0, 1, 0, 1]),
+    "gloo": on_gloo,
+    "one host": on_one_host,
+    "two hosts": on_two_hosts,
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_transport_conformance(name: str) -> None:
+    """Order within a pair, windows that overlap, dtypes, rows, and gathers of unequal lengths."""
+    size = 4
+
+    def value(src: int, dst: int, number: int) -> int:
+        return 100 * src + 10 * dst + number
+
+    def body(transport: Transport) -> tuple[list[bytes], list[bytes]]:
+        rank = transport.rank
         peers = [r for r in range(size) if r != rank and {r, rank} != {0, 2}]
-        sends, receives = [], []
-        for number in range(3):  # three messages a pair, in order, of different lengths
-            for peer in peers:
-                value = 100 + 10 * rank + number
-                sends.append((peer, torch.full((number + 1,), value, dtype=torch.uint8)))
-                receives.append((peer, torch.zeros(number + 1, dtype=torch.uint8)))
-        transport.exchange(sends, receives, timeout_s=20)
+        transfers, received = [], []
+        for number in range(4):  # windows of their own for each pair: not all have all of them
+            sends, receives = [], []
+            for peer in (p for p in peers if (p + rank + number) % 3):
+                sends.append((peer, message(transport.terms(peer, sending=True), number)))
+                sends[-1][1].fill_(value(rank, peer, number))
+                receives.append((peer, message(transport.terms(peer, sending=False), number)))
+                sends.append((peer, torch.full((), value(rank, peer, -1), dtype=torch.int64)))
+                # Bytes count, not dtypes.
+                receives.append((peer, torch.zeros(8, dtype=torch.uint8)))
+            transfers.append(transport.start(sends, receives))
+            received += [(peer, number, tensor) for peer, tensor in receives]
+            if number:
+                transfers[number - 1].wait(timeout_s=20)
+        transfers[-1].wait(timeout_s=20)
         transport.exchange([], [], timeout_s=20)
-        got = [[peer, *tensor.tolist()] for peer, tensor in receives]
-        texts = transport.all_gather(b"x" * rank, timeout_s=20)
-        empty = transport.all_gather(b"", timeout_s=20)
-        return got, texts, empty
+        for peer, number, tensor in received:
+            expected = value(peer, rank, -1 if tensor.dtype == torch.uint8 else number)
+            values = tensor.view(torch.int64) if tensor.dtype == torch.uint8 else tensor
+            assert (values == expected).all(), (peer, number, values)
+        return transport.all_gather(b"x" * rank, timeout_s=20), transport.all_gather(
+            b"", timeout_s=20
+        )
 
-    results = run(3, body)
-    for rank, (got, texts, empty) in enumerate(results):
-        peers = [r for r in range(3) if r != rank and {r, rank} != {0, 2}]
-        assert got == [
-            [peer, *[100 + 10 * peer + number] * (number + 1)]
-            for number in range(3)
-            for peer in peers
-        ]
-        assert texts == [b"", b"x", b"xx"]
-        assert empty == [b"", b"", b""]
+    def message(terms: Any, number: int) -> torch.Tensor:
+        """Of ``number`` + 1 rows, between other columns if the transport can do that."""
+        row = 2048
+        assert terms.part_bytes <= 1 << 20
+        table = torch.zeros(number + 1, 3 * row, dtype=torch.float32)
+        rows = table[:, row : 2 * row]
+        return rows if terms.fit(rows) else rows.contiguous()
+
+    for texts, empty in TRANSPORTS[name](size, body):
+        assert texts == [b"", b"x", b"xx", b"xxx"]
+        assert empty == [b"", b"", b"", b""]
 
 
 def test_local_transport_times_out() -> None:
@@ -78,11 +131,17 @@ def test_local_transport_times_out() -> None:
         end.exchange([], [(1, torch.zeros(1, dtype=torch.uint8))], timeout_s=0.05)
 
 
-def test_torch_transport_names_the_ranks_of_a_failed_transfer() -> None:
-    def run(rank: int) -> str:
-        dist.init_process_group("gloo")
-        transport = TorchTransport(dist.new_group(), torch.device("cpu"))
-        if rank == 1:
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (on_gloo, "rank 0: transfer with ranks [1] failed"),
+        (on_one_host, "rank 0: reading 1 messages from rank 1 failed"),
+    ],
+    ids=["gloo", "one host"],
+)
+def test_a_transfer_that_times_out_names_the_ranks(run: Run, message: str) -> None:
+    def body(transport: Transport) -> str:
+        if transport.rank == 1:
             return ""  # never sends
         try:
             transport.exchange([], [(1, torch.zeros(8, dtype=torch.uint8))], timeout_s=1)
@@ -90,5 +149,9 @@ def test_torch_transport_names_the_ranks_of_a_failed_transfer() -> None:
             return str(error)
         return "no error"
 
-    message = run_ranks(2, run, timeout_s=60)[0]
-    assert "rank 0: transfer with ranks [1] failed" in message
+    def failing(transport: Transport) -> str:
+        found = body(transport)
+        dist.barrier()
+        return found
+
+    assert message in run(2, failing)[0]

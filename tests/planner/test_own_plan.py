@@ -102,7 +102,7 @@ def test_streams_that_are_spread_over_windows(
     free = case.plan(topology)
     busiest = max(free.bytes_matrix.sum(axis=0) + free.bytes_matrix.sum(axis=1))
     for staging_bytes in (busiest // 3, busiest // 20):
-        bounds = PlanOptions(int(staging_bytes))
+        bounds = PlanOptions(2 * int(staging_bytes))  # two windows are under way at a time
         plan = case.plan(topology, bounds)
         assert_well_formed(plan, bounds)
         simulate(plan)
