@@ -146,7 +146,8 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         )
         assert event["fingerprint"]["before"] == event["fingerprint"]["after"]
         assert event["groups"]["created"] > 0 and event["groups"]["destroyed"] > 0
-        assert event["peak_extra_bytes"] == event["planned_peak_extra_bytes"]
+        # less where the transport carries state as it lies and needs no staging memory
+        assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
         assert timed | {"rebuild", "verify", "commit"} == set(event["seconds"])
         assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
