@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -246,18 +247,21 @@ def _equal_sizes(tensors: Sequence[torch.Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) <= 1
 
 
-def _own_stream(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function draw from a stream of its own, which begins where the common one is then."""
+def _loader_stream(original: Callable[..., None]) -> Callable[..., None]:
+    """Let data loaders draw from a stream of their own, which begins where the common one is."""
     own: torch.Tensor | None = None
 
     @functools.wraps(original)
-    def draws(*args: Any, **kwargs: Any) -> Any:
+    def draws(self: Any, loader: Any) -> None:
         nonlocal own
         common = torch.get_rng_state()
         if own is not None:
             torch.set_rng_state(own)
         try:
-            return original(*args, **kwargs)
+            with warnings.catch_warnings():
+                # torch says it of its own module; called from here, it would be said of ours.
+                warnings.filterwarnings("ignore", message="'pin_memory' argument")
+                original(self, loader)
         finally:
             own = torch.get_rng_state()
             torch.set_rng_state(common)
@@ -428,7 +432,7 @@ CPU_TABLE: tuple[Replacement, ...] = (
         "torch.utils.data.dataloader._BaseDataLoaderIter.__init__",
         "draws a seed from the CPU's stream, on the ranks that read data only; dropout draws from "
         "CUDA's, which must stay the same on all ranks of a tensor-parallel group",
-        _own_stream,
+        _loader_stream,
     ),
 )
 
