@@ -73,7 +73,9 @@ CASES = {
     "experts cut more than the rest": Case(MOE, "pp2-dp4-etp2", "tp2-dp4-ep8-etp1-sp"),
     "all degrees": Case(MOE, "tp2-pp2-cp2-dp2-ep4-etp1-sp", "tp4-cp2-ep4-etp2-sp"),
     "some layers with experts, shared ones": Case(SHARED, "pp2-dp4-ep4", "tp2-pp2-dp2-ep2-sp"),
-    "multi-token prediction": Case([*SHARED, *MTP], "pp2-dp2-ep2", "tp2-dp4-ep4-sp"),
+    "shared experts, multi-token prediction": Case(
+        [*SHARED, *MTP], "pp2-dp2-ep2", "tp2-dp4-ep4-sp"
+    ),
     "experts in the other optimizer, off": Case(MOE, "dp8-ep4-noopt", "tp2-dp4-sp"),
     "experts in optimizer instances": Case(MOE, "dp8-ep2-instances2", "pp2-dp4-ep4"),
     "experts in buckets": Case([*MOE, *BUCKETS], "dp6-ep2", "pp2-dp3-noopt"),
