@@ -6,6 +6,7 @@ trackers of their own, and with loader workers, which must not add up.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import defaultdict
@@ -58,6 +59,7 @@ def count_into(directory: Path) -> Callable[[], None]:
         from megatron.training import get_args
 
         args = get_args()
+        gc.collect()  # an old world that waits for its time to be collected is no growth
         tasks = list(Path("/proc/self/task").iterdir())
         line = {
             "iteration": logged["iteration"],
