@@ -131,7 +131,8 @@ def _shared_out(
     far = node[flows.sources.rank[first]] != node[dst]
     # Receiver by receiver, so that few pairs of ranks come of it.
     order = np.lexsort((flow, dst, far, count, first))
-    flow, dst, first, count, far = (x[order] for x in (flow, dst, first, count, far))
+    flow, dst, first, count = (x[order] for x in (flow, dst, first, count))
+    far = far[order]
     begin = np.nonzero(run_starts(first, count, far))[0]
     nbytes = (flows.numel * flows.element_bytes)[flow]
     at, _ = ranges(first[begin], count[begin])
