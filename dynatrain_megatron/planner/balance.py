@@ -99,7 +99,8 @@ def _by_node(
         """What each part holds below its class's level."""
         room = np.maximum(level[group][part] - own_load, 0)
         ways_out = np.maximum(level[group] * width - part_out, 0)
-        return np.minimum(np.add.reduceat(room, part_begins), ways_out)
+        least: IntArray = np.minimum(np.add.reduceat(room, part_begins), ways_out)
+        return least
 
     low = np.zeros_like(goal)
     high = goal + int(own_load.max()) + int(part_out.max())
