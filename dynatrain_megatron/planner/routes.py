@@ -107,8 +107,9 @@ def unique_cover(rosters: RosterSet, rank: int | None = None) -> Routes:
 
     Replicas are shared out evenly. ``dst`` equals ``src``. With ``rank`` only those of that rank.
     """
-    flows = held_once(rosters, Topology.single_node(rosters.num_ranks))
-    shares = share_cover(flows, rosters.num_ranks)
+    topology = Topology.single_node(rosters.num_ranks)
+    flows = held_once(rosters, topology)
+    shares = share_cover(flows, topology)
     if rank is not None:
         shares = shares.take(shares.src == rank)
     pieces, _, _ = pieces_of(flows, shares, rosters, rosters)

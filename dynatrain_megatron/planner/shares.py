@@ -56,29 +56,26 @@ def choose_shares(flows: Flows, topology: Topology) -> Shares:
     first, count = _candidates(flows, flow, dst, topology)
     src = flows.sources.rank[first]
     fixed = count == 1
-    nbytes = (flows.numel * flows.element_bytes)[flow]
-    num_ranks = len(topology.node)
-    moved = fixed & (src != dst)
-    load = np.bincount(src[moved], weights=nbytes[moved], minlength=num_ranks).astype(np.int64)
-    whole = Shares(
-        flow[fixed], src[fixed], dst[fixed], np.zeros_like(flow[fixed]), flows.numel[flow[fixed]]
-    )
+    whole = Shares(flow, src, dst, np.zeros_like(flow), flows.numel[flow]).take(fixed)
     if fixed.all():
-        return _in_order(whole, num_ranks)
-    open_ = np.nonzero(~fixed)[0]
-    shared = _shared_out(flows, flow[open_], dst[open_], first[open_], count[open_], load)
-    return _in_order(_both(whole, shared), num_ranks)
+        return _in_order(whole, len(topology.node))
+    open_ = ~fixed
+    shared = _shared_out(
+        flows, flow[open_], dst[open_], first[open_], count[open_], whole, topology
+    )
+    return _in_order(_both(whole, shared), len(topology.node))
 
 
-def share_cover(flows: Flows, num_ranks: int) -> Shares:
+def share_cover(flows: Flows, topology: Topology) -> Shares:
     """One holder for each element of each flow, evenly; ``dst`` is ``src``."""
     count = flows.sources.size[flows.holders]
     first = flows.sources.first[flows.holders]
     every = np.arange(len(flows))
-    nobody = np.full(len(flows), -1)
-    shared = _shared_out(flows, every, nobody, first, count, np.zeros(num_ranks, dtype=np.int64))
+    none = np.zeros(0, dtype=np.int64)
+    nothing = Shares(none, none, none, none, none)
+    shared = _shared_out(flows, every, flows.sources.rank[first], first, count, nothing, topology)
     owned = Shares(shared.flow, shared.src, shared.src, shared.start, shared.stop)
-    return _in_order(owned, num_ranks)
+    return _in_order(owned, len(topology.node))
 
 
 def _expand(number: IntArray, sets: RankSets) -> tuple[IntArray, IntArray]:
@@ -118,19 +115,32 @@ def _candidates(
 
 
 def _shared_out(
-    flows: Flows, flow: IntArray, dst: IntArray, first: IntArray, count: IntArray, load: IntArray
+    flows: Flows,
+    flow: IntArray,
+    dst: IntArray,
+    first: IntArray,
+    count: IntArray,
+    whole: Shares,
+    topology: Topology,
 ) -> Shares:
-    """Cut the streams wanted by ``dst`` between candidates, given as (first, count)."""
-    key = first * (int(count.max(initial=0)) + 1) + count
-    order = np.lexsort((flow, dst, key))  # receiver by receiver, so that few pairs come of it
-    flow, dst, first, count, key = (x[order] for x in (flow, dst, first, count, key))
-    begin = np.nonzero(run_starts(key))[0]
+    """Cut the streams wanted by ``dst`` between candidates, given as (first, count).
+
+    ``whole`` are the shares without a choice.
+    """
+    node = np.array(topology.node, dtype=np.int64)
+    far = node[flows.sources.rank[first]] != node[dst]
+    # Receiver by receiver, so that few pairs of ranks come of it.
+    order = np.lexsort((flow, dst, far, count, first))
+    flow, dst, first, count = (x[order] for x in (flow, dst, first, count))
+    far = far[order]
+    begin = np.nonzero(run_starts(first, count, far))[0]
     nbytes = (flows.numel * flows.element_bytes)[flow]
     at, _ = ranges(first[begin], count[begin])
     bounds = np.concatenate(([0], np.cumsum(count[begin])))
     rank = flows.sources.rank[at]
     total = np.add.reduceat(nbytes, begin) if len(begin) else np.zeros(0, dtype=np.int64)
-    amount = share_out(Classes(bounds, rank, total), load)
+    classes = Classes(bounds, rank, total, far[begin])
+    amount = share_out(classes, *_loads(flows, whole, node), topology)
     # Demands and candidates lie one after the other on the same line of bytes; wherever either
     # ends a share ends, at the beginning of the element there.
     wanted, given = np.cumsum(nbytes), np.cumsum(amount)
@@ -143,6 +153,17 @@ def _shared_out(
     start, stop = (low - begin_of[demand]) // size, (high - begin_of[demand]) // size
     some = start < stop
     return Shares(flow[demand], source, dst[demand], start, stop).take(some)
+
+
+def _loads(flows: Flows, shares: Shares, node: IntArray) -> tuple[IntArray, IntArray]:
+    """Bytes that each rank sends, and that leave each node, [num_ranks] and [num_nodes]."""
+    nbytes = shares.numel * flows.element_bytes[shares.flow]
+    nbytes[shares.src == shares.dst] = 0
+    load, out = (np.zeros(size, dtype=np.int64) for size in (len(node), int(node.max()) + 1))
+    np.add.at(load, shares.src, nbytes)
+    far = node[shares.src] != node[shares.dst]
+    np.add.at(out, node[shares.src[far]], nbytes[far])
+    return load, out
 
 
 def _both(a: Shares, b: Shares) -> Shares:
