@@ -91,23 +91,6 @@ CASES = [
 
 LIMITS_S = {("70B", 1024): 0.25, ("671B", 4096): 2.0, ("671B", 16_384): 10.0}
 
-#: What the planner took that had loops over fragments (commit 0787e2f), on the same rosters:
-#: seconds of process time for a plan, which was always that of all ranks. Measured once, on the
-#: processor of the results in this folder. On 70B without a sharded optimizer and on every mixture
-#: of experts it had not ended after 100 s or needed more than 20 GB.
-BEFORE_S = {
-    ("1B", "dp8", "tp2-dp4"): 0.02,
-    ("1B", "tp2-dp32", "dp64"): 0.03,
-    ("7B", "tp2-dp4", "tp4-pp2"): 0.13,
-    ("7B", "tp2-pp2-dp16", "tp4-dp16"): 0.12,
-    ("7B", "tp2-dp128", "pp2-dp128"): 0.13,
-    ("13B", "tp4-pp2", "tp2-pp2-dp2"): 0.20,
-    ("13B", "tp4-pp2-dp8", "tp2-pp4-dp8"): 0.14,
-    ("70B", "tp8-pp4-dp2", "tp4-pp4-dp4"): 0.95,
-    ("70B", "tp8-pp4-dp8", "tp4-pp8-dp8"): 0.99,
-    ("70B", "tp8-pp4-dp32", "tp4-pp8-dp32"): 2.75,
-}
-
 
 class Rosters(NamedTuple):
     """Both layouts of a case."""
@@ -163,7 +146,6 @@ def measure(case: Case, *, repeats: int, whole_up_to: int) -> dict[str, Any]:
         "overlap": case.overlap,
         "seconds": {name: round(value, 6) for name, value in seconds.items()},
         "limit_s": LIMITS_S.get((case.model, case.ranks)),
-        "before_s": BEFORE_S.get(case[:3]) if case[3:] == (False, False) else None,
         "peak_mib": round(peak_mib(own), 1),
         "load": [load, os.getloadavg()[0]],
         "rows": [len(side.rows) for side in rosters],
@@ -291,17 +273,12 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     for number, model in enumerate(MODELS):
         of_model = [r for r in results if r["model"] == model]
         worst: dict[int, float] = {}
-        before: dict[int, float] = {}
         for one in of_model:
             worst[one["ranks"]] = max(worst.get(one["ranks"], 0), one["seconds"]["own"])
-            if one["before_s"] is not None:
-                before[one["ranks"]] = one["before_s"]
         if not worst:
             continue
         color = f"C{number}"
         axis.plot(*zip(*sorted(worst.items()), strict=True), "o-", color=color, label=model)
-        if before:
-            axis.plot(*zip(*sorted(before.items()), strict=True), "x:", color=color, alpha=0.6)
     for (_, ranks), limit in LIMITS_S.items():
         if any(r["ranks"] == ranks for r in results):
             axis.plot([ranks / 1.25, ranks * 1.25], [limit] * 2, color="black", lw=1)
@@ -311,8 +288,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     axis.set_yscale("log")
     axis.set_xlabel("ranks")
     axis.set_ylabel("seconds (one core)")
-    axis.set_title("A rank's own plan; crosses: whole plans by the earlier planner; bars: limits",
-                   fontsize=10)  # fmt: skip
+    axis.set_title("A rank's own plan; bars: limits", fontsize=10)
     axis.grid(alpha=0.3)
     axis.legend(title="parameters")
     figure.savefig(path, dpi=150)

@@ -18,7 +18,6 @@ clean.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import sys
 from argparse import Namespace
@@ -28,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dynatrain_megatron import platform
-from dynatrain_megatron.adapters import groups
+from dynatrain_megatron.adapters import groups, skeleton
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.state import HostState, merge_steps
 from dynatrain_megatron.engine import Fragments, FragmentsBuilder, Transport, execute
@@ -116,12 +115,11 @@ class DryJob:
             built_from = {"cfg_container": container}
         else:
             built_from = {"model_provider_func": self.provider}
-        with _attention_of_the_whole_sequence():
-            model, optimizer, _ = training.setup_model_and_optimizer(
-                ModelType.encoder_or_decoder,
-                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-                **built_from,
-            )
+        model, optimizer, _ = training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            **built_from,
+        )
         return model, optimizer
 
 
@@ -168,42 +166,12 @@ def _on_bridge(world: Sequence[DryRank], size: int) -> list[Fragments]:
 
 def _set_globals(args: Namespace) -> None:
     """What Megatron's prologue leaves behind, for this rank of this layout."""
-    from megatron.core import num_microbatches_calculator as batches
     from megatron.training import global_vars
     from megatron.training.initialize import _set_random_seed
 
     global_vars.set_args(args)
     if global_vars._GLOBAL_TIMERS is None:
         global_vars._set_timers(args)
-    batches.unset_num_microbatches_calculator()
-    batches.init_num_microbatches_calculator(
-        rank=args.rank,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        data_parallel_size=args.data_parallel_size,
-        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
-    )
+    skeleton.set_microbatches(args)
     groups.install(groups.build(args, None, None))
     _set_random_seed(args.seed, args.data_parallel_random_init, False, False)
-
-
-@contextlib.contextmanager
-def _attention_of_the_whole_sequence() -> Iterator[None]:
-    """Megatron's local attention, built under context parallelism, which it refuses.
-
-    It holds no state, so what it would compute does not matter here.
-    """
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    original = DotProductAttention.__init__
-
-    def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        whole = copy.copy(config)
-        whole.context_parallel_size = 1
-        original(self, whole, *args, **kwargs)
-
-    DotProductAttention.__init__ = build
-    try:
-        yield
-    finally:
-        DotProductAttention.__init__ = original

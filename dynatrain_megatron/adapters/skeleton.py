@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,7 @@ def host_context(job: Job) -> Iterator[None]:
 
 def build(job: Job) -> Skeleton:
     """Collective over the world in force; the target's args and groups must be installed."""
-    set_microbatches(job)
+    set_microbatches(job.args)
     seed_streams(job)
     args = job.args
     generators = _generator_states()
@@ -93,11 +94,10 @@ def build(job: Job) -> Skeleton:
     return Skeleton(model, optimizer, scheduler, container, iterators)
 
 
-def set_microbatches(job: Job) -> None:
-    """Make Megatron's microbatch calculator for the args in force, at the run's position."""
+def set_microbatches(args: Namespace) -> None:
+    """Make Megatron's microbatch calculator for validated ``args``, at the run's position."""
     from megatron.core import num_microbatches_calculator as batches
 
-    args = job.args
     batches.unset_num_microbatches_calculator()
     batches.init_num_microbatches_calculator(
         rank=args.rank,

@@ -298,6 +298,7 @@ def test_several_values_are_refused(value: str) -> None:
             "a whole number of at least 1",
         ),
         ("{iteration: soon, layout: tp2}", "schedule[0].iteration=soon is not allowed"),
+        ("{iteration: '2', layout: tp2}", "schedule[0].iteration='2' is not allowed"),
         ("{iteration: true, layout: tp2}", "schedule[0].iteration=true is not allowed"),
         (
             "{iteration: 9, layout: tp2}, {iteration: 8, layout: tp4}",

@@ -22,7 +22,8 @@ import re
 import shutil
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from torch.distributed import distributed_c10d
 
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
+from tests.host import tours
+from tests.ranks import run_megatron
 
 # What a run needs for the oracle's checkpoints; it saves nothing by itself.
 ORACLE_FLAGS = [
@@ -40,8 +43,6 @@ ORACLE_FLAGS = [
     "--no-save-rng",
     "--no-load-rng",
 ]
-
-Difference = dict[str, Any]
 
 
 def attach(directory: Path, *, poison: bool = True) -> None:
@@ -96,9 +97,49 @@ def attach(directory: Path, *, poison: bool = True) -> None:
     session.switch = checked  # type: ignore[assignment]
 
 
-def attach_in(directory: Path) -> Callable[[], None]:
-    """:func:`attach` as the ``inside`` of a run."""
-    return lambda: attach(directory)
+def run_tour(
+    world: int,
+    flags: Sequence[str],
+    tour: Sequence[str],
+    directory: Path,
+    *,
+    first: int = 2,
+    least: int = 20,
+    inside: Callable[[], None] | None = None,
+) -> list[tuple[str, str]]:
+    """Train along a tour of layouts, every switch checked; what must hold of each is asserted.
+
+    ``flags`` launch the job in ``tour[0]``; from iteration ``first`` on it switches at each. At
+    least ``least`` tensors must be compared on every rank. ``inside`` runs on each rank before.
+    Returns the pairs of layouts it switched between, in order.
+    """
+
+    def attached() -> None:
+        attach(directory)
+        if inside is not None:
+            inside()
+
+    run_megatron(
+        world,
+        [
+            *(*flags, *ORACLE_FLAGS, "--data-cache-path", str(directory / "cache")),
+            *("--train-iters", str(first + len(tour))),
+        ],
+        [tours.schedule(tour, first=first)],
+        directory,
+        timeout_s=560,
+        inside=attached,
+    )
+    found = list(results(directory))
+    assert len(found) == world * (len(tour) - 1)
+    for line in found:
+        assert line["compared"] >= least, line
+        assert line["differences"] == [], line
+        assert line["moved"] == line["lower_bound"], line
+    check_nothing_is_left_behind(found)
+    pairs = [(line["source"], line["target"]) for line in found if line["rank"] == 0]
+    assert all(before[1] == after[0] for before, after in pairwise(pairs))
+    return pairs
 
 
 def results(directory: Path) -> Iterator[dict[str, Any]]:

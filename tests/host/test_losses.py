@@ -21,7 +21,6 @@ SCHEDULE = (
 )
 LAYOUTS = ["tp2-dp2", "pp2-dp2", "tp4", "pp4", "dp4", "tp2-pp2-sp", "tp2-dp2"]
 DISTRIBUTED = ["--use-distributed-optimizer"]
-PLAIN = ("--disable-bias-linear", "--swiglu")  # what the case of a plain MLP leaves out
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
 
 
@@ -55,6 +54,7 @@ class Pair(NamedTuple):
     flags: list[str]
     inside: Callable[[], None] | None = None
     length: tuple[str, ...] = ("--train-iters", "9", "--lr-warmup-iters", "2")
+    without: tuple[str, ...] = ()  # of the model's usual flags
 
 
 # A schedule counted in samples, with or without leave to differ from a loaded one.
@@ -71,7 +71,8 @@ PAIRS = {
     ),
     "one layer frozen": Pair(DISTRIBUTED, freeze_the_second_layer),
     "LayerNorm, biases, plain MLP, QK norm": Pair(
-        [*DISTRIBUTED, "--normalization", "LayerNorm", "--qk-layernorm", "--add-qkv-bias"]
+        [*DISTRIBUTED, "--normalization", "LayerNorm", "--qk-layernorm", "--add-qkv-bias"],
+        without=("--disable-bias-linear", "--swiglu"),
     ),
 }
 
@@ -79,11 +80,11 @@ PAIRS = {
 @pytest.mark.host
 @pytest.mark.parametrize("name", PAIRS)
 def test_losses_of_other_states_equal_the_static_run(name: str, tmp_path: Path) -> None:
-    at = TINY_LLAMA.index("--train-iters")
-    flags = [*TINY_LLAMA[:at], *TINY_LLAMA[at + 2 :]]
-    flags = [flag for flag in flags if name[0] != "L" or flag not in PLAIN]
-    flags += [
-        *(*PAIRS[name].flags, *PAIRS[name].length, "--global-batch-size", "4"),
+    pair, at = PAIRS[name], TINY_LLAMA.index("--train-iters")
+    usual = [*TINY_LLAMA[:at], *TINY_LLAMA[at + 2 :]]
+    flags = [
+        *(flag for flag in usual if flag not in pair.without),
+        *(*pair.flags, *pair.length, "--global-batch-size", "4"),
         *("--data-cache-path", str(tmp_path / "cache")),
         *("--weight-decay", "0.1", "--clip-grad", "1.0"),
     ]
@@ -92,8 +93,8 @@ def test_losses_of_other_states_equal_the_static_run(name: str, tmp_path: Path) 
         "{iteration: 6, layout: dp2}, {iteration: 7, layout: tp2-sp}]"
     ]
     static, switched = tmp_path / "static", tmp_path / "switched"
-    run_megatron(2, flags, [], static, inside=PAIRS[name].inside)
-    run_megatron(2, flags, schedule, switched, inside=PAIRS[name].inside)
+    run_megatron(2, flags, [], static, inside=pair.inside)
+    run_megatron(2, flags, schedule, switched, inside=pair.inside)
     expected, got = steps(static), steps(switched)
     assert len({step["layout"] for step in got}) == 4
     for a, b in zip(expected, got, strict=True):

@@ -177,3 +177,57 @@ def test_a_target_that_would_lose_layers_is_refused(tmp_path: Path) -> None:
     assert event["event"] == "refused"
     assert re.search(r"does not hold the same state: '\S+' has \d+ elements now", event["reason"])
     assert [step["layout"] for step in around.steps(tmp_path)] == ["dp2"] * 4
+
+
+def fail_to_describe_on_the_second_rank() -> None:
+    """Megatron's description of a checkpoint raises; in a rank."""
+    from dynatrain_megatron.adapters import state
+
+    real = state._checkpoint_entries
+
+    def entries(*args: Any) -> Any:
+        import torch.distributed as dist
+
+        assert dist.get_rank() != 1, "no such key " + 100 * "in a very long dictionary, "
+        return real(*args)
+
+    state._checkpoint_entries = entries
+
+
+@pytest.mark.host
+def test_a_state_that_one_rank_cannot_describe_is_a_reason_to_refuse(tmp_path: Path) -> None:
+    run_megatron(
+        2,
+        [*TINY_LLAMA, "--use-distributed-optimizer", "--global-batch-size", "4"],
+        ["target=tp2", "switch_at=2"],
+        tmp_path,
+        inside=fail_to_describe_on_the_second_rank,
+    )
+    (event,) = around.events(tmp_path)
+    assert event["event"] == "refused"
+    assert event["reason"].startswith("rank 1: AssertionError: no such key in a very long")
+    assert len(event["reason"]) < 600
+    assert [step["layout"] for step in around.steps(tmp_path)] == ["dp2"] * 4
+
+
+@pytest.mark.host
+def test_of_several_passed_entries_the_last_counts_and_no_switch_to_where_one_is(
+    tmp_path: Path,
+) -> None:
+    """Skipped iterations have no boundary, as those before a restart have none."""
+    schedule = ", ".join(
+        f"{{iteration: {at}, layout: {to}}}"
+        for at, to in ((1, "dp2"), (3, "tp2"), (4, "pp2"), (6, "tp2"))
+    )
+    run = run_megatron(
+        2,
+        [
+            *(*TINY_LLAMA, "--use-distributed-optimizer", "--global-batch-size", "4"),
+            *("--iterations-to-skip", "3", "4", "--train-iters", "7"),
+        ],
+        [f"schedule=[{schedule}]"],
+        tmp_path,
+    )
+    found = [(e["iteration"], e["source"], e["target"]) for e in around.events(tmp_path)]
+    assert found == [(5, "dp2", "pp2"), (6, "pp2", "tp2")]
+    assert "iteration 1: already in layout dp2" in run.logs[0]
