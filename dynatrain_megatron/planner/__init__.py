@@ -16,6 +16,6 @@ itself. The steps:
 
 from dynatrain_megatron.planner.cache import PlanCache
 from dynatrain_megatron.planner.plan import Plan, PlanOptions, make_plan
-from dynatrain_megatron.planner.topology import Topology
+from dynatrain_megatron.planner.topology import Speeds, Topology
 
-__all__ = ["Plan", "PlanCache", "PlanOptions", "Topology", "make_plan"]
+__all__ = ["Plan", "PlanCache", "PlanOptions", "Speeds", "Topology", "make_plan"]

@@ -7,15 +7,29 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a rank takes to move state: seconds an operation, and GB/s each way by kind of link.
+
+    ``near_gb_s`` between ranks of a node, ``far_gb_s`` from one rank to another node. The defaults
+    are gloo's between processes of one host.
+    """
+
+    operation_s: float = 75e-6
+    near_gb_s: float = 1.5
+    far_gb_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """``node[r]`` is the node of rank r; ranks of one node reach each other faster.
 
     ``node_width`` is how many ranks' sending the link out of a node carries at once; None where
-    every rank has a way out of its own.
+    every rank has a way out of its own. ``speeds`` are for predictions and for choices of schedule.
     """
 
     node: tuple[int, ...]
     node_width: int | None = None
+    speeds: Speeds = Speeds()
 
     @classmethod
     def single_node(cls, num_ranks: int) -> Topology:
