@@ -99,7 +99,7 @@ def bind(model: Model, layout: str, rank: int, world: int) -> Fragments:
 
 def strided_bytes(plan: Plan, rank: int, source: Fragments, target: Fragments) -> int:
     """Bytes this rank reads or writes in rows, and those it keeps."""
-    pieces, total = plan.schedule.pieces, int(plan.bytes_matrix[rank, rank])
+    pieces, total = plan.passes[0].schedule.pieces, int(plan.bytes_matrix[rank, rank])
     for ends, slots, fragments in (
         (pieces.src, pieces.src_slot, source),
         (pieces.dst, pieces.dst_slot, target),
@@ -194,7 +194,7 @@ def measure(rank: int, args: argparse.Namespace, transport: Transport) -> list[d
             row |= {"total": sum(row[name] for name in ("pack", "wire", "unpack", "retain"))}
             row |= {"bytes": max(report.sent_bytes, report.received_bytes)}
             row |= {"strided_bytes": strided_bytes(plan, rank, source, target)}
-            row |= {"windows": plan.schedule.num_windows, "ops": report.num_operations}
+            row |= {"windows": plan.num_windows, "ops": report.num_operations}
             rows.append(row)
     return rows
 

@@ -135,8 +135,8 @@ def measure(case: Case, *, repeats: int, whole_up_to: int) -> dict[str, Any]:
     if case.ranks <= whole_up_to:
         seconds["whole"], whole = least(1, lambda: make_plan(*rosters, topology, options))
         assert whole.digest == plan.digest
-    loads = np.bincount(plan.links.src, plan.links.nbytes, case.ranks)
-    loads += np.bincount(plan.links.dst, plan.links.nbytes, case.ranks)
+    loads = plan.sent_bytes + plan.received_bytes
+    schedules = [each.schedule for each in plan.passes]
     return {
         "model": case.model,
         "ranks": case.ranks,
@@ -151,12 +151,12 @@ def measure(case: Case, *, repeats: int, whole_up_to: int) -> dict[str, Any]:
         "rows": [len(side.rows) for side in rosters],
         "kinds": [side.num_kinds for side in rosters],
         "roster_bytes": sum(len(one) for side in data for one in side),
-        "links": len(plan.links),
+        "links": sum(len(each.links) for each in plan.passes),
         "operations": plan.num_operations,
         "windows": plan.num_windows,
         "least_windows": int(-(-loads.max() // options.staging_bytes)),
-        "own_messages": len(plan.schedule),
-        "own_pieces": len(plan.schedule.pieces),
+        "own_messages": sum(len(each) for each in schedules),
+        "own_pieces": sum(len(each.pieces) for each in schedules),
         "moved_bytes": plan.moved_bytes,
         "retained_bytes": plan.retained_bytes,
         "max_send_bytes": plan.max_send_bytes,

@@ -1,4 +1,6 @@
-"""Moves what a plan says: window by window, pack → exchange → unpack, two windows under way.
+"""Moves what a plan says: pass by pass, window by window, pack → exchange → unpack.
+
+Two windows of a pass are under way at a time.
 
 ::
 
@@ -24,7 +26,7 @@ import torch
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
 from dynatrain_megatron.engine.transport import Message, Transfer, Transport
-from dynatrain_megatron.planner.plan import Plan
+from dynatrain_megatron.planner.plan import Pass, Plan, Side
 from dynatrain_megatron.planner.routes import Routes
 
 
@@ -67,44 +69,72 @@ def execute(
     ``source`` is only read. Raises :class:`TransitionError` where a transfer fails; the target is
     then undefined and the source intact.
     """
-    clock = _Clock()
-    parcels = make_parcels(plan, source, target, transport, timeout_s=timeout_s)
-    staging = _Staging(plan, transport)
-    under_way: deque[tuple[_Window, Transfer]] = deque()
+    run = _Run(transport, _Staging(plan, transport), timeout_s)
+    for each in plan.passes:
+        run.carry_out(each, source, target)
+    return run.report()
 
-    def finish_first() -> None:
-        window, transfer = under_way.popleft()
-        transfer.wait(timeout_s=timeout_s)
-        clock.lap("wire")
+
+class _Run:
+    """One rank's execution of a plan, pass by pass."""
+
+    def __init__(self, transport: Transport, staging: _Staging, timeout_s: float) -> None:
+        self._transport = transport
+        self._staging = staging
+        self._timeout_s = timeout_s
+        self._clock = _Clock()
+        self._sent = self._received = self._num_operations = 0
+        self._under_way: deque[tuple[_Window, Transfer]] = deque()
+
+    def carry_out(self, one: Pass, source: Fragments, target: Fragments) -> None:
+        """All windows of a pass; when this returns, what they bring is in its place."""
+        transport, clock = self._transport, self._clock
+        given = source if one.takes_from is Side.SOURCE else target
+        parcels = make_parcels(one.schedule, given, target, transport, timeout_s=self._timeout_s)
+        self._staging.clear()
+        windows = by_window(parcels)
+        for number, together in enumerate(windows):
+            window = _prepare(together, self._staging)
+            window.pack.run()
+            clock.lap("pack")
+            self._under_way.append((window, transport.start(window.sends, window.receives)))
+            clock.lap("wire")
+            if number:
+                self._finish_first()
+            else:  # the first one is on its way; meanwhile, what this rank keeps
+                self._keep(one.schedule.retained, given, target)
+        if windows:
+            self._finish_first()
+        else:
+            self._keep(one.schedule.retained, given, target)
+        self._sent += sum(parcel.nbytes for parcel in parcels if parcel.sending)
+        self._received += sum(parcel.nbytes for parcel in parcels if not parcel.sending)
+        self._num_operations += len(parcels)
+
+    def report(self) -> ExecutionReport:
+        """What was done so far."""
+        seconds = self._clock.seconds
+        return ExecutionReport(
+            seconds["pack"],
+            seconds["wire"],
+            seconds["unpack"],
+            seconds["retain"],
+            self._sent,
+            self._received,
+            self._num_operations,
+            self._staging.allocated_bytes,
+        )
+
+    def _finish_first(self) -> None:
+        window, transfer = self._under_way.popleft()
+        transfer.wait(timeout_s=self._timeout_s)
+        self._clock.lap("wire")
         window.unpack.run()
-        clock.lap("unpack")
+        self._clock.lap("unpack")
 
-    for together in by_window(parcels):
-        window = _prepare(together, staging)
-        window.pack.run()
-        clock.lap("pack")
-        under_way.append((window, transport.start(window.sends, window.receives)))
-        clock.lap("wire")
-        if len(under_way) > 1:
-            finish_first()
-        else:  # the first one is on its way; meanwhile, what this rank keeps
-            _retained(plan.schedule.retained, transport.rank, source, target).run()
-            clock.lap("retain")
-    if under_way:
-        finish_first()
-    else:
-        _retained(plan.schedule.retained, transport.rank, source, target).run()
-        clock.lap("retain")
-    return ExecutionReport(
-        clock.seconds["pack"],
-        clock.seconds["wire"],
-        clock.seconds["unpack"],
-        clock.seconds["retain"],
-        sum(parcel.nbytes for parcel in parcels if parcel.sending),
-        sum(parcel.nbytes for parcel in parcels if not parcel.sending),
-        len(parcels),
-        staging.allocated_bytes,
-    )
+    def _keep(self, retained: Routes, source: Fragments, target: Fragments) -> None:
+        _retained(retained, self._transport.rank, source, target).run()
+        self._clock.lap("retain")
 
 
 class _Buffer:
@@ -134,18 +164,23 @@ class _Buffer:
 class _Staging:
     """As many buffers as windows of the plan are under way, used by turns by those that need one.
 
-    Where the plan has a single window there is a single buffer, and all of it fits.
+    Where no pass has more than a single window there is a single buffer, and all of it fits.
     """
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        nbytes = plan.schedule.staging_bytes(transport.rank)
-        count = plan.schedule.peak_staging_bytes(transport.rank) // max(1, nbytes)
+        nbytes = plan.staging_bytes(transport.rank)
+        count = plan.peak_staging_bytes(transport.rank) // max(1, nbytes)
         self._buffers = [_Buffer(nbytes, transport.device) for _ in range(count)]
         self._next = itertools.cycle(self._buffers)
 
     @property
     def allocated_bytes(self) -> int:
         return sum(buffer.allocated_bytes for buffer in self._buffers)
+
+    def clear(self) -> None:
+        """Nothing is under way: every buffer is free as a whole."""
+        for buffer in self._buffers:
+            buffer.clear()
 
     def borrow(self) -> _Buffer:
         """A buffer whose last window is done; the only one there is goes on where it was."""

@@ -23,7 +23,7 @@ import torch
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.transport import Transport
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.planner.plan import Plan
+from dynatrain_megatron.planner.plan import Plan, Side
 from dynatrain_megatron.planner.routes import unique_cover
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
@@ -88,9 +88,10 @@ def check_received(
     """
     rank, size = transport.rank, plan.num_ranks
     given = np.zeros((size, len(plan.tensors), _num_states(plan.tensors)), dtype=np.uint64)
-    for part in (plan.schedule.pieces, plan.schedule.retained):
+    for side, part in plan.pieces():
+        fragments = source if side is Side.SOURCE else target
         for i in np.nonzero(part.src == rank)[0]:
-            views = source.piece(int(part.src_slot[i]), part.start[i], part.stop[i])
+            views = fragments.piece(int(part.src_slot[i]), part.start[i], part.stop[i])
             tensor, start = int(part.tensor[i]), tuple(int(x) for x in part.start[i])
             for k, view in enumerate(views):
                 cell = (int(part.dst[i]), tensor, k)

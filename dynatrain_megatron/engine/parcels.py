@@ -22,8 +22,7 @@ import torch
 
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.transport import Message, Terms, Transport
-from dynatrain_megatron.planner.plan import Plan
-from dynatrain_megatron.planner.schedule import staged
+from dynatrain_megatron.planner.schedule import Schedule, staged
 
 
 @dataclass(slots=True)
@@ -43,13 +42,18 @@ class Parcel:
 
 
 def make_parcels(
-    plan: Plan, source: Fragments, target: Fragments, transport: Transport, *, timeout_s: float
+    schedule: Schedule,
+    source: Fragments,
+    target: Fragments,
+    transport: Transport,
+    *,
+    timeout_s: float,
 ) -> list[Parcel]:
-    """All parcels of this rank in the plan's order; collective over ranks that exchange any.
+    """All parcels of this rank in a pass's order; collective over ranks that exchange any.
 
     Those to be sent view ``source``, those to be received ``target``.
     """
-    schedule, rank = plan.schedule, transport.rank
+    rank = transport.rank
     windows = schedule.windows_of(rank)
     parcels: list[Parcel] = []
     for window in windows:
@@ -57,7 +61,7 @@ def make_parcels(
             sending = int(schedule.src[m]) == rank
             peer = int((schedule.dst if sending else schedule.src)[m])
             terms = transport.terms(peer, sending=sending)
-            views = _views(plan, m, source if sending else target, sending=sending)
+            views = _views(schedule, m, source if sending else target, sending=sending)
             parcels += (
                 Parcel(
                     peer,
@@ -69,19 +73,21 @@ def make_parcels(
                 )
                 for together in _cut(views, terms)
             )
-    # Of a plan with a single window everything fits at once.
+    # Of a pass with a single window everything fits at once.
     _choose_windows(parcels, schedule.staging_bytes(rank) if len(windows) > 1 else math.inf)
     _tell_windows(parcels, transport, timeout_s)
     return parcels
 
 
-def _views(plan: Plan, message: int, fragments: Fragments, *, sending: bool) -> list[torch.Tensor]:
+def _views(
+    schedule: Schedule, message: int, fragments: Fragments, *, sending: bool
+) -> list[torch.Tensor]:
     """Views of the state that one message carries, wider dtypes first, else in the plan's order."""
-    pieces = plan.schedule.pieces
+    pieces = schedule.pieces
     slots = pieces.src_slot if sending else pieces.dst_slot
     views = [
         view
-        for i in plan.schedule.pieces_of(message)
+        for i in schedule.pieces_of(message)
         for view in fragments.piece(int(slots[i]), pieces.start[i], pieces.stop[i])
     ]
     return sorted(views, key=lambda view: -view.element_size())  # stable: equal at both ends

@@ -30,12 +30,12 @@ class Load:
 
 def load_of(plan: Plan, topology: Topology) -> Load:
     """What a plan makes of it."""
-    node, links = np.array(topology.node), plan.links
-    sent, out = np.zeros(plan.num_ranks), np.zeros(int(node.max()) + 1)
-    np.add.at(sent, links.src, links.nbytes)
-    far = node[links.src] != node[links.dst]
-    np.add.at(out, node[links.src[far]], links.nbytes[far])
-    sender, way_out = float(sent.max()), float(out.max())
+    node = np.array(topology.node)
+    out = np.zeros(int(node.max()) + 1)
+    for links in (each.links for each in plan.passes):
+        far = node[links.src] != node[links.dst]
+        np.add.at(out, node[links.src[far]], links.nbytes[far])
+    sender, way_out = float(plan.sent_bytes.max()), float(out.max())
     return Load(sender, way_out, max(sender, way_out / (topology.node_width or np.inf)))
 
 

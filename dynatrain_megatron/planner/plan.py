@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
 from dynatrain_megatron.planner.cells import grouped_order
 from dynatrain_megatron.planner.checks import check_coverage, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
-from dynatrain_megatron.planner.routes import pieces_of
+from dynatrain_megatron.planner.routes import Routes, pieces_of
 from dynatrain_megatron.planner.schedule import (
     Links,
     Messages,
@@ -36,24 +38,44 @@ class PlanOptions:
     window_ops: int = 256
 
 
+class Side(StrEnum):
+    """Whose fragments a sender takes from: those of the source, or of the target."""
+
+    SOURCE = "source"
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """Messages that go together, in windows of their own.
+
+    A rank begins a pass when all that it gets in the passes before is in its place, so a pass may
+    take from the target what an earlier one brought there. ``links`` are about all ranks, the
+    numbers of operations and windows too, ``schedule`` about the rank that the plan is made for.
+    """
+
+    takes_from: Side
+    links: Links
+    schedule: Schedule
+    num_operations: int
+    num_windows: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """A transition: as a whole, or what one rank does in it.
 
-    ``links`` and everything worked out from them are about all ranks, ``schedule`` and
-    ``lower_bound_bytes`` (bytes that must be received) about ``rank``, or about all where that is
-    None. ``retained`` [num_ranks] are the bytes that each rank keeps. ``digest`` is equal for the
-    same inputs, whichever rank it is made for.
+    The schedules of ``passes`` and ``lower_bound_bytes`` (bytes that must be received) are about
+    ``rank``, or about all where that is None; everything else is about all ranks. ``retained``
+    [num_ranks] are the bytes that each rank keeps. ``digest`` is equal for the same inputs,
+    whichever rank it is made for.
     """
 
     tensors: tuple[LogicalTensor, ...]
     num_ranks: int
     rank: int | None
-    schedule: Schedule
-    links: Links
+    passes: tuple[Pass, ...]
     retained: IntArray
-    num_operations: int
-    num_windows: int
     lower_bound_bytes: int
     digest: str
 
@@ -61,26 +83,69 @@ class Plan:
     def bytes_matrix(self) -> IntArray:
         """Bytes from rank (row) to rank (column), [num_ranks, num_ranks]; diagonal: retained."""
         matrix = np.diag(self.retained)
-        matrix[self.links.src, self.links.dst] = self.links.nbytes
+        for each in self.passes:
+            matrix[each.links.src, each.links.dst] += each.links.nbytes
         return matrix
 
     @property
     def moved_bytes(self) -> int:
-        return int(self.links.nbytes.sum())
+        return sum(int(each.links.nbytes.sum()) for each in self.passes)
 
     @property
     def retained_bytes(self) -> int:
         return int(self.retained.sum())
 
     @property
+    def sent_bytes(self) -> IntArray:
+        """Bytes that each rank sends, [num_ranks]."""
+        return self._by_rank("src")
+
+    @property
+    def received_bytes(self) -> IntArray:
+        """Bytes that each rank receives, [num_ranks]."""
+        return self._by_rank("dst")
+
+    @property
     def max_send_bytes(self) -> int:
         """Bytes of the busiest sender."""
-        return int(_by_rank(self.links.src, self.links.nbytes, self.num_ranks).max(initial=0))
+        return int(self.sent_bytes.max(initial=0))
 
     @property
     def max_recv_bytes(self) -> int:
         """Bytes of the busiest receiver."""
-        return int(_by_rank(self.links.dst, self.links.nbytes, self.num_ranks).max(initial=0))
+        return int(self.received_bytes.max(initial=0))
+
+    @property
+    def num_operations(self) -> int:
+        return sum(each.num_operations for each in self.passes)
+
+    @property
+    def num_windows(self) -> int:
+        return sum(each.num_windows for each in self.passes)
+
+    def pieces(self) -> Iterator[tuple[Side, Routes]]:
+        """All pieces, moved and retained, and where their sources lie."""
+        for each in self.passes:
+            yield each.takes_from, each.schedule.pieces
+            yield each.takes_from, each.schedule.retained
+
+    def staging_bytes(self, rank: int) -> int:
+        """Staging memory of one window of ``rank``: the most that any of them can need."""
+        return max((each.schedule.staging_bytes(rank) for each in self.passes), default=0)
+
+    def peak_staging_bytes(self, rank: int) -> int:
+        """Staging memory of all windows that ``rank`` has under way together.
+
+        It takes less only where the transport carries the state as it lies.
+        """
+        busiest = max((each.schedule.windows_under_way(rank) for each in self.passes), default=0)
+        return busiest * self.staging_bytes(rank)
+
+    def _by_rank(self, end: str) -> IntArray:
+        total = np.zeros(self.num_ranks, dtype=np.int64)
+        for each in self.passes:
+            np.add.at(total, getattr(each.links, end), each.links.nbytes)
+        return total
 
 
 def make_plan(
@@ -115,15 +180,13 @@ def make_plan(
     )
     schedule = _schedule(flows, shares, link, links, messages, source, target, rank)
     check_coverage(schedule.pieces.and_also(schedule.retained), source, target, rank)
+    only = Pass(Side.SOURCE, links, schedule, len(messages), messages.num_windows)
     return Plan(
         target.tensors,
         target.num_ranks,
         rank,
-        schedule,
-        links,
+        (only,),
         retained,
-        len(messages),
-        messages.num_windows,
         lower_bound_bytes(source, target, rank),
         _digest(source, target, topology, options, links, messages),
     )

@@ -128,13 +128,9 @@ class Schedule:
         sizes = [int(staged(self.nbytes[window]).sum()) for window in self.windows_of(rank)]
         return max(sizes, default=0)
 
-    def peak_staging_bytes(self, rank: int) -> int:
-        """Staging memory of all windows that ``rank`` has under way together.
-
-        It takes less only where the transport carries the state as it lies.
-        """
-        under_way = min(_WINDOWS_UNDER_WAY, len(self.windows_of(rank)))
-        return under_way * self.staging_bytes(rank)
+    def windows_under_way(self, rank: int) -> int:
+        """How many windows of ``rank`` are under way at a time."""
+        return min(_WINDOWS_UNDER_WAY, len(self.windows_of(rank)))
 
     def pieces_of(self, message: int) -> range:
         """Positions in ``pieces`` of one message."""

@@ -164,7 +164,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         skeleton=expected.model + expected.gradients,
         state=expected.model + expected.moments,
         gradients=expected.gradients,
-        staging=plan.schedule.peak_staging_bytes(rank),
+        staging=plan.peak_staging_bytes(rank),
     )
     report.groups = {
         "reused": 0,

@@ -113,7 +113,7 @@ def move(
 
 
 def assert_within(report: ExecutionReport, plan: Plan, rank: int, staging: int) -> None:
-    assert report.peak_staging_bytes <= plan.schedule.peak_staging_bytes(rank)
+    assert report.peak_staging_bytes <= plan.peak_staging_bytes(rank)
     assert report.peak_staging_bytes <= max(staging, 2 * 16)  # one element in each window
     assert report.received_bytes == int(
         plan.bytes_matrix[:, rank].sum() - plan.bytes_matrix[rank, rank]
@@ -199,8 +199,8 @@ def test_staging_memory_is_what_the_plan_says_where_all_state_is_small(
         report = execute(plan, source[rank], target[rank], transport, timeout_s=3)
         return report.peak_staging_bytes
 
-    planned = [plan.schedule.peak_staging_bytes(rank) for rank in range(2)]
-    assert plan.schedule.num_windows == num_windows
+    planned = [plan.peak_staging_bytes(rank) for rank in range(2)]
+    assert plan.num_windows == num_windows
     assert on_threads(2, body) == planned
     assert max(planned) <= staging
 
@@ -214,7 +214,7 @@ def test_what_must_be_packed_to_be_read_takes_turns_in_staging_memory() -> None:
         after[1].add(tensor, Region((0, 3), (8, 7)))
     case = Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
     plan, _, target = move(case, staging=1024, hosts=[0, 0])
-    assert plan.moved_bytes > 3 * plan.schedule.peak_staging_bytes(0)
+    assert plan.moved_bytes > 3 * plan.peak_staging_bytes(0)
     assert_holds_its_values(target[1])
 
 

@@ -35,8 +35,7 @@ def pieces(routes: Routes, chosen: np.ndarray | slice = slice(None)) -> list[Pie
 
 
 def messages(plan: Plan) -> list[tuple[object, ...]]:
-    """Messages with all that is in them, in order."""
-    one = plan.schedule
+    """Messages with all that is in them, in order, pass by pass."""
     return [
         (
             *(
@@ -45,6 +44,7 @@ def messages(plan: Plan) -> list[tuple[object, ...]]:
             ),
             *pieces(one.pieces, slice(one.first_piece[m], one.first_piece[m + 1])),
         )
+        for one in (each.schedule for each in plan.passes)
         for m in range(len(one))
     ]
 
@@ -59,13 +59,14 @@ def assert_own_plans_are_the_whole(case: Case, topology: Topology, options: Plan
         own = make_plan(source, target, topology, options, rank=rank)
         assert own.digest == whole.digest
         assert messages(own) == [m for m in everything if rank in m[1:3]]
-        kept = whole.schedule.retained
-        assert pieces(own.schedule.retained) == pieces(kept, kept.dst == rank)
+        for ours, all_of in zip(own.passes, whole.passes, strict=True):
+            kept = all_of.schedule.retained
+            assert pieces(ours.schedule.retained) == pieces(kept, kept.dst == rank)
         assert (own.bytes_matrix == whole.bytes_matrix).all()
         assert (own.num_operations, own.num_windows) == (whole.num_operations, whole.num_windows)
-        assert own.schedule.peak_staging_bytes(rank) == whole.schedule.peak_staging_bytes(rank)
-        received = own.schedule.dst == rank
-        assert int(own.schedule.nbytes[received].sum()) == own.lower_bound_bytes
+        assert own.peak_staging_bytes(rank) == whole.peak_staging_bytes(rank)
+        received = [(each.schedule, each.schedule.dst == rank) for each in own.passes]
+        assert sum(int(one.nbytes[got].sum()) for one, got in received) == own.lower_bound_bytes
         bound += own.lower_bound_bytes
     assert bound == whole.lower_bound_bytes == whole.moved_bytes
 
@@ -133,11 +134,11 @@ def test_own_plans_of_large_models(model: str, source: str, target: str) -> None
     sent = np.zeros((size, size), dtype=np.int64)
     received = np.zeros_like(sent)
     for rank, plan in enumerate(plans):
-        own = plan.schedule
-        mine = own.src == rank
-        np.add.at(sent, (own.src[mine], own.dst[mine]), own.nbytes[mine])
-        np.add.at(received, (own.src[~mine], own.dst[~mine]), own.nbytes[~mine])
-        assert own.peak_staging_bytes(rank) <= options.staging_bytes
+        for own in (each.schedule for each in plan.passes):
+            mine = own.src == rank
+            np.add.at(sent, (own.src[mine], own.dst[mine]), own.nbytes[mine])
+            np.add.at(received, (own.src[~mine], own.dst[~mine]), own.nbytes[~mine])
+        assert plan.peak_staging_bytes(rank) <= options.staging_bytes
     kept = np.diag(plans[0].retained)
     assert (sent + kept == plans[0].bytes_matrix).all()
     assert (received + kept == plans[0].bytes_matrix).all()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
+from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps import Roster, RosterBuilder
 from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case
@@ -36,7 +37,7 @@ def simulate(plan: Plan) -> int:
     A rank posts the sends and receives of one window, waits until each has met its other end, and
     only then looks at the next window.
     """
-    schedule = plan.schedule
+    schedule = plan.passes[0].schedule
     todo = {
         rank: [set(messages) for _, messages in sorted(windows(schedule, rank).items())]
         for rank in range(plan.num_ranks)
@@ -56,7 +57,7 @@ def simulate(plan: Plan) -> int:
 
 
 def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
-    schedule, sizes = plan.schedule, np.array([t.element_bytes for t in plan.tensors])
+    schedule, sizes = plan.passes[0].schedule, np.array([t.element_bytes for t in plan.tensors])
     assert schedule.first_piece[0] == 0 and schedule.first_piece[-1] == len(schedule.pieces)
     for message in range(len(schedule)):
         pieces = schedule.pieces_of(message)
@@ -85,7 +86,7 @@ def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
 def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOptions) -> None:
     plan = case.plan(options=bounds)
     assert_well_formed(plan, bounds)
-    assert simulate(plan) <= len(plan.schedule)
+    assert simulate(plan) <= len(plan.passes[0].schedule)
     carry_out(plan, case)
 
 
@@ -96,9 +97,11 @@ def test_bounds_change_messages_and_not_what_moves(case: Case, bounds: PlanOptio
     assert (free.bytes_matrix == bounded.bytes_matrix).all()
     assert free.lower_bound_bytes == bounded.lower_bound_bytes
     # Without pressure everything of a pair is one message, and all of it one window.
-    pairs = list(zip(free.schedule.src.tolist(), free.schedule.dst.tolist(), strict=True))
+    pairs = list(
+        zip(free.passes[0].schedule.src.tolist(), free.passes[0].schedule.dst.tolist(), strict=True)
+    )
     assert len(pairs) == len(set(pairs))
-    assert free.schedule.num_windows <= 1
+    assert free.passes[0].schedule.num_windows <= 1
 
 
 @pytest.mark.parametrize("window_ops", [1, 2, 256])
@@ -122,7 +125,7 @@ def test_totals_are_those_of_the_matrix() -> None:
     plan = layout_case(ParallelLayout(tp=2, dp=2), ParallelLayout(tp=4)).plan()
     sent = [sum(int(plan.bytes_matrix[r, c]) for c in range(4) if c != r) for r in range(4)]
     received = [sum(int(plan.bytes_matrix[r, c]) for r in range(4) if c != r) for c in range(4)]
-    assert plan.moved_bytes == sum(sent) == int(plan.schedule.nbytes.sum()) > 0
+    assert plan.moved_bytes == sum(sent) == int(plan.passes[0].schedule.nbytes.sum()) > 0
     assert (plan.max_send_bytes, plan.max_recv_bytes) == (max(sent), max(received))
     assert plan.retained_bytes == sum(int(plan.bytes_matrix[r, r]) for r in range(4))
 
@@ -135,12 +138,14 @@ def assert_equal(a: Plan, b: Plan) -> None:
     assert (a.tensors, a.num_ranks) == (b.tensors, b.num_ranks)
     assert (a.lower_bound_bytes, a.moved_bytes) == (b.lower_bound_bytes, b.moved_bytes)
     assert np.array_equal(a.bytes_matrix, b.bytes_matrix)
-    for name in ("src", "dst", "window", "nbytes", "first_piece"):
-        assert np.array_equal(getattr(a.schedule, name), getattr(b.schedule, name))
-    for part in ("pieces", "retained"):
-        for name in ("tensor", "src", "dst", "src_slot", "dst_slot", "start", "stop"):
-            ours, theirs = (getattr(getattr(one.schedule, part), name) for one in (a, b))
-            assert np.array_equal(ours, theirs)
+    for ours, theirs in zip(a.passes, b.passes, strict=True):
+        assert ours.takes_from == theirs.takes_from
+        for name in ("src", "dst", "window", "nbytes", "first_piece"):
+            assert np.array_equal(getattr(ours.schedule, name), getattr(theirs.schedule, name))
+        for part in ("pieces", "retained"):
+            one, other = getattr(ours.schedule, part), getattr(theirs.schedule, part)
+            for name in Routes.__slots__:
+                assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
 @settings(max_examples=100, deadline=None)

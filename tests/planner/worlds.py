@@ -293,11 +293,7 @@ def carry_out(plan: Plan, case: Case) -> None:
     Each element is its flat index in its logical tensor, and each write is counted, so a wrong,
     missing or repeated element names itself.
     """
-    pieces = [
-        (part, i)
-        for part in (plan.schedule.retained, plan.schedule.pieces)
-        for i in range(len(part))
-    ]
+    pieces = [(part, i) for _, part in plan.pieces() for i in range(len(part))]
     source = [_Storage(case.before[rank], filled=True) for rank in range(plan.num_ranks)]
     target = [_Storage(case.after[rank], filled=False) for rank in range(plan.num_ranks)]
     for part, i in pieces:
