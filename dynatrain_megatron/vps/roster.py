@@ -252,6 +252,22 @@ class RosterSet:
         kind = int(self.kind_of_rank[rank])
         return slice(int(self.rows_of_kind[kind]), int(self.rows_of_kind[kind + 1]))
 
+    def permuted(self, process_of_rank: Sequence[int] | IntArray) -> RosterSet:
+        """The same by process: process ``process_of_rank[r]`` has the roster of rank r.
+
+        For plans between processes whose ranks change; rows are shared. Raises ``ValueError`` where
+        that is no permutation of all ranks.
+        """
+        order = np.array(process_of_rank, dtype=np.int64)
+        if not np.array_equal(np.sort(order), np.arange(self.num_ranks)):
+            raise ValueError(
+                f"process_of_rank must name each of {self.num_ranks} processes once, got "
+                f"{order.tolist()}"
+            )
+        kind_of_process = np.empty_like(self.kind_of_rank)
+        kind_of_process[order] = self.kind_of_rank
+        return RosterSet(self.tensors, kind_of_process, self.rows)
+
     def digest(self) -> str:
         """Hex digest of everything in it, equal where equal; worked out once."""
         return self._digest
