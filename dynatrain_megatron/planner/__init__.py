@@ -12,10 +12,23 @@ itself. The steps:
 ``schedule``  streams between two ranks cut into messages, messages placed into bounded windows
 ``checks``    coverage proof and the lower bound of bytes, computed another way
 ``plan``      all of it as one value, with the figures a report needs; ``cache`` keeps some
+
+Before that ``placement`` may let processes take other ranks, so that less has to move at all.
 """
 
 from dynatrain_megatron.planner.cache import PlanCache
+from dynatrain_megatron.planner.placement import Placement, PlacementOptions, place
 from dynatrain_megatron.planner.plan import Plan, PlanOptions, make_plan
 from dynatrain_megatron.planner.topology import Speeds, Topology
 
-__all__ = ["Plan", "PlanCache", "PlanOptions", "Speeds", "Topology", "make_plan"]
+__all__ = [
+    "Placement",
+    "PlacementOptions",
+    "Plan",
+    "PlanCache",
+    "PlanOptions",
+    "Speeds",
+    "Topology",
+    "make_plan",
+    "place",
+]

@@ -24,7 +24,6 @@ import numpy as np
 
 from dynatrain_megatron.planner.assignment import assign
 from dynatrain_megatron.planner.cells import RankSets
-from dynatrain_megatron.planner.checks import lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
 from dynatrain_megatron.planner.shares import choose_shares
 from dynatrain_megatron.planner.topology import Topology
@@ -90,45 +89,47 @@ def place(
     pinned = () if options is None else options.pinned
     found = np.arange(target.num_ranks)
     for members in _nodes_by_width(topology, pinned):
-        nodes = _Nodes.of(members, source, target)
-        ranks, processes = _best(nodes, flows)
+        ranks, processes = _best(_Nodes.of(members, source, target), flows)
         found[ranks] = processes
-    seconds = transfer_seconds(flows, topology)
-    identity_bytes = moved = lower_bound_bytes(source, target)
-    if (found == np.arange(len(found))).all():
-        return Placement(tuple(found.tolist()), moved, moved, seconds, seconds)
-    permuted = target.permuted(found)
+    before = after = _transfer(flows, topology)
+    if (found != np.arange(len(found))).any():
+        after = _transfer(find_flows(source, target.permuted(found), topology), topology)
     return Placement(
         tuple(found.tolist()),
-        lower_bound_bytes(source, permuted),
-        identity_bytes,
-        transfer_seconds(find_flows(source, permuted, topology), topology),
-        seconds,
+        after.moved_bytes,
+        before.moved_bytes,
+        after.seconds,
+        before.seconds,
     )
 
 
-def transfer_seconds(flows: Flows, topology: Topology) -> float:
-    """The busiest rank's or node's time on the wire, each way, as the topology's speeds say."""
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """What moves, and the busiest rank's or node's time on the wire."""
+
+    moved_bytes: int
+    seconds: float
+
+
+def _transfer(flows: Flows, topology: Topology) -> _Transfer:
+    """With the senders that a plan would choose; each way counts by itself."""
     shares = choose_shares(flows, topology)
     moved = shares.take(shares.src != shares.dst)
     nbytes = moved.numel * flows.element_bytes[moved.flow]
     node, speeds = np.array(topology.node, dtype=np.int64), topology.speeds
     far = node[moved.src] != node[moved.dst]
     wire = nbytes / (np.where(far, speeds.far_gb_s, speeds.near_gb_s) * 1e9)
-    link = run_starts(moved.src, moved.dst)  # shares are in this order
-    num_ranks, num_nodes = len(node), int(node.max(initial=-1)) + 1
-    busiest = [0.0]
-    operations = np.zeros(num_ranks)
+    link = run_starts(moved.src, moved.dst)  # one operation for each; shares are in this order
+    operations = np.bincount(np.concatenate((moved.src[link], moved.dst[link])), None, len(node))
+    seconds = [0.0]
     for end in (moved.src, moved.dst):
-        operations += np.bincount(end[link], minlength=num_ranks)
-    for end in (moved.src, moved.dst):
-        seconds = np.bincount(end, wire, num_ranks) + operations * speeds.operation_s
-        busiest.append(float(seconds.max(initial=0)))
+        busy = np.bincount(end, wire, len(node)) + operations * speeds.operation_s
+        seconds.append(float(busy.max(initial=0)))
         if topology.node_width is not None:
-            through = np.bincount(node[end[far]], nbytes[far], num_nodes)
+            through = np.bincount(node[end[far]], nbytes[far])
             width = topology.node_width * speeds.far_gb_s * 1e9
-            busiest.append(float(through.max(initial=0)) / width)
-    return max(busiest)
+            seconds.append(float(through.max(initial=0)) / width)
+    return _Transfer(int(nbytes.sum()), max(seconds))
 
 
 # ---------------------------------------------------------------------- nodes
@@ -181,7 +182,7 @@ class _Nodes:
 
     @property
     def width(self) -> int:
-        return self.members.shape[1]
+        return int(self.members.shape[1])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -191,7 +192,7 @@ class _Nodes:
 
 def _best(nodes: _Nodes, flows: Flows) -> tuple[IntArray, IntArray]:
     """(rank, process) of all ranks of these nodes."""
-    width, number = nodes.width, len(nodes.members)
+    number = len(nodes.members)
     pair, within, worth = _within_nodes(nodes, flows)
     # A node that stays counts where bytes are equal.
     table = worth[np.ix_(nodes.target_class, nodes.source_class)] * (number + 1)
@@ -219,7 +220,9 @@ def _within_nodes(nodes: _Nodes, flows: Flows) -> tuple[IntArray, IntArray, IntA
         own = tables[low : low + step]
         best = assign(own * (width + 1) + np.eye(width, dtype=np.int64))
         found[low : low + len(own)] = best
-        kept[low : low + len(own)] = np.take_along_axis(own, best[:, :, None], axis=2).sum(axis=(1, 2))
+        kept[low : low + len(own)] = np.take_along_axis(own, best[:, :, None], axis=2).sum(
+            axis=(1, 2)
+        )
     row = np.full(shape[0] * shape[1], len(pairs))
     row[pairs] = np.arange(len(pairs))
     worth = all_alike * width
