@@ -51,6 +51,17 @@ class EngineTransport(StrEnum):
     vm = "vm"
 
 
+class EnginePlacement(StrEnum):
+    """Which process takes which rank of the target.
+
+    ``identity``: every process keeps its rank. ``best``: the one that moves the fewest bytes, which
+    is reported only: processes cannot take other ranks yet, and keep theirs.
+    """
+
+    best = "best"
+    identity = "identity"
+
+
 class Verify(StrEnum):
     """How moved state is verified before it is used."""
 
@@ -64,6 +75,7 @@ class EngineConfig:
 
     schedule: EngineSchedule = EngineSchedule.direct
     transport: EngineTransport = EngineTransport.auto
+    placement: EnginePlacement = EnginePlacement.identity
     staging_mib: int = 256
     """Upper limit of staging memory a rank, MiB."""
     window_ops: int = 256
@@ -107,6 +119,8 @@ class DynaTrainConfig:
     schedule: tuple[Any, ...] = ()
     run_dir: str = "dynatrain-run"
     platform: PlatformChoice = PlatformChoice.auto
+    topology: str = "auto"
+    """``auto``, or a YAML file: see :mod:`dynatrain_megatron.planner.topology_file`."""
     on_refusal: OnRefusal = OnRefusal["continue"]
     engine: EngineConfig = field(default_factory=EngineConfig)
     record_steps: bool = True
@@ -119,6 +133,8 @@ class DynaTrainConfig:
             _check_layout("source", self.source)
         if not self.run_dir or "\0" in self.run_dir:
             _refuse("run_dir", self.run_dir)
+        if not self.topology or "\0" in self.topology:
+            _refuse("topology", self.topology)
         self.steps()
 
     def steps(self) -> tuple[ScheduleStep, ...]:
@@ -156,9 +172,11 @@ _ALLOWED = {
     "schedule": f"a list such as [{_EXAMPLE}]",
     "run_dir": "a path",
     "platform": _one_of(PlatformChoice),
+    "topology": "auto, or the path of a YAML file",
     "on_refusal": _one_of(OnRefusal),
     "engine.schedule": _one_of(EngineSchedule),
     "engine.transport": _one_of(EngineTransport),
+    "engine.placement": _one_of(EnginePlacement),
     "engine.staging_mib": f"{_COUNT} (MiB)",
     "engine.window_ops": _COUNT,
     "engine.verify": _one_of(Verify),

@@ -20,6 +20,7 @@ from dynatrain_megatron.planner.cache import PlanCache
 from dynatrain_megatron.planner.placement import Placement, PlacementOptions, place
 from dynatrain_megatron.planner.plan import Plan, PlanOptions, make_plan
 from dynatrain_megatron.planner.topology import Speeds, Topology
+from dynatrain_megatron.planner.topology_file import TopologyFile, read_topology_file
 
 __all__ = [
     "Placement",
@@ -29,6 +30,8 @@ __all__ = [
     "PlanOptions",
     "Speeds",
     "Topology",
+    "TopologyFile",
     "make_plan",
     "place",
+    "read_topology_file",
 ]

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from dynatrain_megatron.platform.links import DeviceLinks
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,6 +52,10 @@ class Platform(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Start a new measurement for :meth:`peak_bytes`."""
+
+    def links(self) -> DeviceLinks:
+        """What can be read of the device's links; here nothing is."""
+        return DeviceLinks()
 
     def thread(self, target: Callable[[], object], name: str) -> threading.Thread:
         """A daemon thread, not started yet, whose body runs with the platform active."""

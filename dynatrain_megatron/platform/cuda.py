@@ -7,6 +7,7 @@ import torch
 
 from dynatrain_megatron.errors import PlatformError
 from dynatrain_megatron.platform.base import Platform
+from dynatrain_megatron.platform.links import DeviceLinks, device_links
 
 
 class CudaPlatform(Platform):
@@ -26,6 +27,7 @@ class CudaPlatform(Platform):
                 "platform=cuda needs a CUDA device and torch finds none on this machine; "
                 "use platform=cpu, or install a torch build and a driver that fit together"
             )
+        self._links: DeviceLinks | None = None
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +57,12 @@ class CudaPlatform(Platform):
     def reset_peak(self) -> None:
         """Restart the peak."""
         torch.cuda.reset_peak_memory_stats()
+
+    def links(self) -> DeviceLinks:
+        """NVLink or PCIe of the current GPU, and the node's rails; read once."""
+        if self._links is None:
+            self._links = device_links(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return self._links
 
     def _in_thread(self, target: Callable[[], object]) -> Callable[[], object]:
         device = torch.cuda.current_device()

@@ -22,11 +22,18 @@ from dynatrain_megatron.adapters.batches import consumed_after
 from dynatrain_megatron.adapters.handover import stay, sync_functions
 from dynatrain_megatron.adapters.job import Iterators, Job, Recipe
 from dynatrain_megatron.adapters.samplers import LaunchData
-from dynatrain_megatron.config import DynaTrainConfig, OnRefusal, ScheduleStep, Verify
+from dynatrain_megatron.config import (
+    DynaTrainConfig,
+    EnginePlacement,
+    OnRefusal,
+    ScheduleStep,
+    Verify,
+)
 from dynatrain_megatron.errors import LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.observe import RunLog, progress
-from dynatrain_megatron.planner import PlanOptions
+from dynatrain_megatron.planner import PlanOptions, read_topology_file
+from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport
 
@@ -51,7 +58,9 @@ class Session:
     """State of one run; its ``on_…`` methods are what the hooks call, on every rank alike."""
 
     def __init__(self, config: DynaTrainConfig) -> None:
+        """Raises ConfigError where the topology file is wrong."""
         self.config = config
+        self._topology = None if config.topology == "auto" else read_topology_file(config.topology)
         self.log = RunLog(config.run_dir)
         self.job: Job | None = None
         self._pending: list[ScheduleStep] = list(config.steps())
@@ -148,6 +157,7 @@ class Session:
         if job is None:
             return original(*call.args, **call.kwargs)
         self.job = job
+        current_platform().links()  # takes a while the first time: not when a switch waits for it
         while True:
             self._num_entries += 1
             functions = sync_functions(job.config)
@@ -343,6 +353,8 @@ class Session:
             transport=engine.transport,
             verify=engine.verify is not Verify.off,
             check_replicas=engine.check_replicas,
+            topology=self._topology,
+            placement=engine.placement is EnginePlacement.best,
             timeout_s=engine.timeout_s,
         )
 

@@ -38,9 +38,9 @@ from dynatrain_megatron.engine import ExecutionReport, Fragments, Transport, con
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.memory import Dropped, storage_bytes
 from dynatrain_megatron.engine.replicas import check_replicas
-from dynatrain_megatron.errors import SwitchRefused, TransitionError
+from dynatrain_megatron.errors import ConfigError, SwitchRefused, TransitionError
 from dynatrain_megatron.observe import progress
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology
+from dynatrain_megatron.planner import Plan, PlanOptions, Topology, TopologyFile, place
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.vps import Roster, RosterSet
@@ -55,13 +55,17 @@ _MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
 class SwitchOptions:
     """``verify`` False skips the fingerprints; ``timeout_s`` bounds each wait of the transfer.
 
-    ``check_replicas`` compares what several ranks hold before anything is built.
+    ``check_replicas`` compares what several ranks hold before anything is built. ``topology`` is
+    what the user says of nodes and links. ``placement`` True works out what another placement of
+    the processes would save, and says so; every process keeps its rank.
     """
 
     plan: PlanOptions
     transport: EngineTransport = EngineTransport.auto
     verify: bool = True
     check_replicas: bool = False
+    topology: TopologyFile | None = None
+    placement: bool = False
     timeout_s: float = 600.0
 
 
@@ -82,6 +86,7 @@ class SwitchReport:
     planned_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
     bytes_matrix: list[list[int]] = field(default_factory=list)
+    placement: dict[str, Any] | None = None
 
 
 class _Phases:
@@ -133,10 +138,12 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         with phase("plan", "rosters exchanged, plan made"):
             new_rosters = _gather_rosters(new_fragments, bridge, options.timeout_s)
             try:
-                plan, rosters = _planned(job, old_rosters, new_rosters, bridge, options)
+                plan, rosters, topology = _planned(job, old_rosters, new_rosters, bridge, options)
             except SwitchRefused:
                 groups.destroy(new_groups)
                 raise
+            if options.placement:
+                report.placement = _what_placement_would_save(rosters, topology, rank)
         executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
         with phase("rebuild", "parameters gathered from main parameters"):
             new.restore_steps(_exchange_steps(source.steps(), bridge, options.timeout_s))
@@ -302,26 +309,52 @@ def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]
     return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
 
 
-def _topology(bridge: Transport, timeout_s: float) -> Topology:
-    hosts = bridge.all_gather(socket.gethostname().encode(), timeout_s=timeout_s)
-    return Topology.from_hosts([host.decode() for host in hosts])
+def _hosts_and_links(bridge: Transport, timeout_s: float) -> tuple[Topology, tuple[str, ...]]:
+    """What can be found out of nodes and links, and every rank's host; collective."""
+    links = current_platform().links()
+    own = json.dumps([socket.gethostname(), links.near_gb_s, links.rails_gb_s]).encode()
+    rows = bridge.all_gather(own, timeout_s=timeout_s)
+    hosts, near, rails = zip(*map(json.loads, rows), strict=True)
+    return Topology.from_hosts(hosts).with_devices(near, rails), hosts
+
+
+def _what_placement_would_save(
+    rosters: tuple[RosterSet, RosterSet], topology: Topology, rank: int
+) -> dict[str, Any]:
+    """Bytes moved and predicted seconds with the best placement and as it is; pure but for a line.
+
+    Processes cannot take other ranks yet.
+    """
+    found = place(*rosters, topology)
+    progress(
+        rank,
+        f"another placement would move {found.moved_bytes} bytes instead of "
+        f"{found.identity_bytes}; every process keeps its rank",
+    )
+    return {
+        "applied": False,
+        "bytes": {"best": found.moved_bytes, "identity": found.identity_bytes},
+        "seconds": {"best": found.seconds, "identity": found.identity_seconds},
+    }
 
 
 def _planned(
     job: Job, old: list[Roster], new: list[Roster], bridge: Transport, options: SwitchOptions
-) -> tuple[Plan, tuple[RosterSet, RosterSet]]:
-    """This rank's part of the plan that all have agreed on, and both roster sets; collective.
+) -> tuple[Plan, tuple[RosterSet, RosterSet], Topology]:
+    """This rank's part of the plan that all agreed on, roster sets and topology; collective.
 
     Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan cannot be,
     :class:`TransitionError` where they made different plans.
     """
-    topology = _topology(bridge, options.timeout_s)
     problem = digest = ""
+    topology, hosts = _hosts_and_links(bridge, options.timeout_s)
     try:
+        if options.topology is not None:
+            topology = options.topology.over(topology, hosts)
         rosters = _merged(old, new)
         plan = job.plans.plan(*rosters, topology, options.plan, rank=bridge.rank)
         digest = plan.digest
-    except TransitionError as error:
+    except (ConfigError, TransitionError) as error:
         problem = str(error)
     own = json.dumps([problem, digest]).encode()
     answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=options.timeout_s)]
@@ -334,7 +367,7 @@ def _planned(
             f"ranks {odd} made another plan than rank 0; their rosters, options or package "
             "versions differ"
         )
-    return plan, rosters
+    return plan, rosters, topology
 
 
 def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EngineConfig,
+    EnginePlacement,
     EngineSchedule,
     EngineTransport,
     OnRefusal,
@@ -23,13 +24,13 @@ from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import LAYOUT_KEYS
 
 KEYS = (
-    "source", "target", "switch_at", "schedule", "run_dir", "platform", "on_refusal",
-    "engine.schedule", "engine.transport", "engine.staging_mib", "engine.window_ops",
-    "engine.verify", "engine.check_replicas", "engine.timeout_s", "record_steps",
-    "save_after_switch",
+    "source", "target", "switch_at", "schedule", "run_dir", "platform", "topology", "on_refusal",
+    "engine.schedule", "engine.transport", "engine.placement", "engine.staging_mib",
+    "engine.window_ops", "engine.verify", "engine.check_replicas", "engine.timeout_s",
+    "record_steps", "save_after_switch",
 )  # fmt: skip
 GROUP = (
-    "a group {schedule: …, transport: …, staging_mib: …, window_ops: …, verify: …, "
+    "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, verify: …, "
     "check_replicas: …, timeout_s: …}"
 )
 
@@ -54,9 +55,11 @@ def test_the_defaults() -> None:
     assert config.engine == EngineConfig(staging_mib=256, window_ops=256, timeout_s=600)
     assert config.engine.schedule is EngineSchedule.direct
     assert config.engine.transport is EngineTransport.auto
+    assert config.engine.placement is EnginePlacement.identity
     assert config.engine.verify is Verify.fingerprint
     assert config.engine.check_replicas is False
     assert (config.source, config.run_dir, config.record_steps) == ("auto", "dynatrain-run", True)
+    assert config.topology == "auto"
 
 
 def test_a_schedule() -> None:
@@ -89,6 +92,7 @@ def test_all_keys_at_once() -> None:
         [
             "source=tp2-dp2", "target=pp4", "switch_at=3", "run_dir=out/run-1", "platform=cpu",
             "on_refusal=fail", "engine.schedule=direct", "engine.transport=vm",
+            "engine.placement=best", "topology=cluster.yaml",
             "engine.staging_mib=1", "engine.window_ops=2", "engine.verify=off",
             "engine.timeout_s=1.5", "engine.check_replicas=true", "record_steps=false",
             "save_after_switch=true",
@@ -100,10 +104,12 @@ def test_all_keys_at_once() -> None:
         switch_at=3,
         run_dir="out/run-1",
         platform=PlatformChoice.cpu,
+        topology="cluster.yaml",
         on_refusal=OnRefusal.fail,
         engine=EngineConfig(
             schedule=EngineSchedule.direct,
             transport=EngineTransport.vm,
+            placement=EnginePlacement.best,
             staging_mib=1,
             window_ops=2,
             verify=Verify.off,
@@ -216,6 +222,10 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("platform=null", "auto, cuda or cpu"),
         ("on_refusal=stop", "continue or fail"),
         ("engine.schedule=tree", "direct"),
+        ("topology=null", "auto, or the path of a YAML file"),
+        ("topology=''", "auto, or the path of a YAML file"),
+        ("topology={node_width: 2}", "auto, or the path of a YAML file"),
+        ("engine.placement=worst", "best or identity"),
         ("engine.transport=gloo", "auto, torch or vm"),
         ("engine.verify=wire", "off or fingerprint"),
         ("engine.verify=true", "off or fingerprint"),
