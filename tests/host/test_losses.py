@@ -121,7 +121,10 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
     ]
     static, switched = tmp_path / "static", tmp_path / "switched"
     run_megatron(4, flags, [], static)
-    run_megatron(4, flags, [SCHEDULE], switched)
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("ranks_per_node: 2\n")
+    overrides = [SCHEDULE, "engine.placement=best", f"topology={nodes}"]
+    run_megatron(4, flags, overrides, switched)
     expected, got = steps(static), steps(switched)
     assert [step["iteration"] for step in got] == list(range(1, ITERATIONS + 1))
     layouts = [str(step["layout"]).removesuffix("-noopt") for step in got]
@@ -142,6 +145,9 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         copies = str(event["source"]) == "dp4-noopt"
         assert event["bytes"]["moved"] == event["bytes"]["lower_bound"]
         assert (event["bytes"]["moved"] == 0) == copies
+        assert not event["placement"]["applied"]
+        would_move = event["placement"]["bytes"]
+        assert would_move["best"] <= would_move["identity"] == event["bytes"]["moved"]
         assert sum(map(sum, event["bytes_matrix"])) == (
             event["bytes"]["moved"] + event["bytes"]["retained"]
         )

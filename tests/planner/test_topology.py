@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dynatrain_megatron.config import DynaTrainConfig
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.planner import Speeds, Topology, read_topology_file
 
@@ -131,3 +132,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "no.yaml", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(ConfigError, match=f"cannot be read: {reason}"):
             read_topology_file(str(path))
+
+
+def test_a_run_with_a_wrong_file_does_not_begin(tmp_path: Path) -> None:
+    from dynatrain_megatron.plugin.session import Session
+
+    path = tmp_path / "cluster.yaml"
+    path.write_text("node_width: 0")
+    run_dir = tmp_path / "run"
+    with pytest.raises(ConfigError, match="node_width=0 is not allowed"):
+        Session(DynaTrainConfig(topology=str(path), run_dir=str(run_dir)))
+    assert not run_dir.exists()
