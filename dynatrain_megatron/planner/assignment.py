@@ -41,7 +41,6 @@ def _add_row(row: int, cost: IntArray, price: IntArray, owner: IntArray, column:
     before = np.full_like(owner, row)  # the row before it in the chain
     final = np.zeros(owner.shape, dtype=np.bool_)
     while len(table):
-        every = np.arange(len(table))
         open_ = np.where(final, _FAR, length)
         least = open_.min(axis=1)
         nearest = open_ == least[:, None]
@@ -55,8 +54,7 @@ def _add_row(row: int, cost: IntArray, price: IntArray, owner: IntArray, column:
             rest = ~end
             table, at, least = table[rest], at[rest], least[rest]
             length, before, final = length[rest], before[rest], final[rest]
-            every = np.arange(len(table))
-        final[every, at] = True
+        final[np.arange(len(table)), at] = True
         other = owner[table, at]
         base = cost[table, other, at] - price[table, at] - least
         onward = cost[table, other] - price[table] - base[:, None]
