@@ -216,7 +216,7 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("platform=null", "auto, cuda or cpu"),
         ("on_refusal=stop", "continue or fail"),
         ("engine.schedule=tree", "direct"),
-        ("engine.transport=gloo", "auto, torch or vm"),
+        ("engine.transport=gloo", "auto, vm, memfd or torch"),
         ("engine.verify=wire", "off or fingerprint"),
         ("engine.verify=true", "off or fingerprint"),
         ("engine.staging_mib=0", "a whole number of at least 1 (MiB)"),

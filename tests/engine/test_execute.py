@@ -150,7 +150,7 @@ def drawn_cases(count: int) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gloo", "one host", "two hosts"])
+@pytest.mark.parametrize("name", ["gloo", "one host", "two hosts", "rings", "rings of two hosts"])
 def test_every_element_arrives_between_processes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
