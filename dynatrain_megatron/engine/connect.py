@@ -76,7 +76,8 @@ def connect(
         ways = _ways_within_hosts(transport, host, timeout_s) - neighbours.ways
         if ways:
             links = meet(transport, ways, ring_bytes=ring_bytes, timeout_s=timeout_s)
-            transport = RingTransport(transport, links.by_peer, links.ring_bytes)
+            if links.ring_bytes:
+                transport = RingTransport(transport, links.by_peer, links.ring_bytes)
             try:
                 _report(choice, EngineTransport.memfd, links.problems)
             except SwitchRefused:

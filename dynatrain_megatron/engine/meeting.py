@@ -29,6 +29,12 @@ from dynatrain_megatron.engine.ring import NUM_SLOTS, Ring, slot_bytes
 from dynatrain_megatron.engine.transport import Transport
 
 _TOKEN_BYTES = 16
+# Ranks that have connected greet each other at once, so they need not be waited for long; and the
+# all-gather at the end, in which the others wait meanwhile, must not time out.
+_MEETING_S = 10.0
+_MEETING_SHARE = 1 / 4
+_OTHER_CALLERS = 128
+_GREETING_SHARE = 1 / 5  # of that, for one that has connected and may be no rank
 _HELLO = struct.Struct(f"=II{_TOKEN_BYTES}s")  # rank, bytes of a slot, the other's token
 
 Way = tuple[int, int]
@@ -78,6 +84,7 @@ class _Meeting:
         self._rank = transport.rank
         self._ways = ways
         self._timeout_s = timeout_s
+        self._meeting_s = min(_MEETING_S, timeout_s * _MEETING_SHARE)
         counts = [sum(src == rank for src, _ in ways) for rank in range(transport.size)]
         self._slot_bytes = slot_bytes(ring_bytes, counts[self._rank])
         self._ring_bytes = max(NUM_SLOTS * n * slot_bytes(ring_bytes, n) for n in counts)
@@ -91,21 +98,23 @@ class _Meeting:
         name = "dynatrain-" + secrets.token_hex(_TOKEN_BYTES)
         with self._trying("cannot open a socket"):
             self.door.bind(b"\0" + name.encode())
-            self.door.listen(self._transport.size)
+            self.door.listen(self._transport.size + _OTHER_CALLERS)
         cards = self._tell([name, self._token.hex()])
         tokens = [bytes.fromhex(token) for _, token in cards]
         peers = {rank for way in self._ways if self._rank in way for rank in way}
         for peer in sorted(peer for peer in peers if peer < self._rank):
             with self._trying(f"cannot connect to rank {peer}"):
-                self._connect(peer, cards[peer][0])
+                self._connections[peer] = _call(cards[peer][0], self._meeting_s)
         told = self._tell(sorted(self._connections))
+        deadline = time.monotonic() + self._meeting_s
         called = list(self._connections.items())
         for peer, connection in called:
-            with self._trying(f"cannot greet rank {peer}"):
+            with self._trying(f"cannot greet rank {peer}", connection):
                 self._greet(peer, connection, tokens[peer])
-        self._receive({rank for rank, calls in enumerate(told) if self._rank in calls}, tokens)
+        self._receive({r for r, calls in enumerate(told) if self._rank in calls}, tokens, deadline)
         for peer, connection in called:
-            with self._trying(f"is not greeted by rank {peer}"):
+            with self._trying(f"is not greeted by rank {peer}", connection):
+                connection.settimeout(max(0.0, deadline - time.monotonic()))
                 if self._hear(connection) != peer:
                     raise OSError("it is another rank")
         return self._agree()
@@ -115,15 +124,6 @@ class _Meeting:
         for held in (self._connections, self._outgoing, self._incoming):
             for thing in held.values():
                 thing.close()
-
-    def _connect(self, peer: int, name: str) -> None:
-        connection = self._connections[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(self._timeout_s)
-        try:
-            connection.connect(b"\0" + name.encode())
-        except OSError:
-            self._connections.pop(peer).close()
-            raise
 
     def _greet(self, peer: int, connection: socket.socket, token: bytes) -> None:
         """Show that this is a rank of the group, and hand over the ring to ``peer`` if any."""
@@ -147,25 +147,22 @@ class _Meeting:
             self._incoming[rank] = Ring(fd, nbytes)
         return int(rank)
 
-    def _receive(self, expected: set[int], tokens: list[bytes]) -> None:
+    def _receive(self, expected: set[int], tokens: list[bytes], deadline: float) -> None:
         """Let those in that have connected, whatever else knocks."""
-        deadline = time.monotonic() + self._timeout_s
         while expected and (left := deadline - time.monotonic()) > 0:
+            self.door.settimeout(left)
             with self._trying("cannot let in who has connected"):
-                self.door.settimeout(left)
                 connection, _ = self.door.accept()
-                connection.settimeout(left)
-                try:
+                connection.settimeout(self._meeting_s * _GREETING_SHARE)
+                with self._trying("cannot let in who has connected", connection):
                     peer = self._hear(connection)
-                except OSError:
-                    connection.close()
-                    raise
-                expected.discard(peer)
-                self._connections[peer] = connection
-                self._greet(peer, connection, tokens[peer])
+                    expected.discard(peer)
+                    self._connections[peer] = connection
+                    self._greet(peer, connection, tokens[peer])
 
     def _agree(self) -> Links:
         """Keep what works at both ends, and give the rest back."""
+        self._connections = {p: c for p, c in self._connections.items() if c.fileno() >= 0}
         answers = self._tell([sorted(self._connections), sorted(self._incoming), self._problems])
         used = {
             (src, dst)
@@ -181,7 +178,11 @@ class _Meeting:
                 links[peer] = Link(peer, connection, outgoing, incoming)
         self._connections = {p: c for p, c in self._connections.items() if p not in links}
         self.leave()
-        problems = [text for _, _, texts in answers for text in texts]
+        # Whatever else was met on the way does not matter.
+        problems = []
+        for src, dst in sorted(self._ways - used):
+            reasons = "; ".join(answers[src][2] + answers[dst][2])
+            problems.append(f"rank {src} shares no ring with rank {dst} ({reasons})")
         return Links(links, problems, self._ring_bytes if used else 0)
 
     def _tell(self, what: object) -> list[Any]:
@@ -189,8 +190,23 @@ class _Meeting:
         return [json.loads(row) for row in rows]
 
     @contextlib.contextmanager
-    def _trying(self, what: str) -> Iterator[None]:
+    def _trying(self, what: str, connection: socket.socket | None = None) -> Iterator[None]:
+        """Note it where the system does not let this rank do it, and close ``connection``."""
         try:
             yield
         except OSError as error:
             self._problems.append(f"rank {self._rank} {what}: {error}")
+            if connection is not None:
+                connection.close()
+
+
+def _call(name: str, timeout_s: float) -> socket.socket:
+    """Connect to another rank's socket; raises ``OSError``."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(b"\0" + name.encode())
+    except OSError:
+        connection.close()
+        raise
+    return connection

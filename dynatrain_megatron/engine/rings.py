@@ -38,7 +38,7 @@ class RingTransport(Transport):
         self.rank, self.size, self.device = others.rank, others.size, others.device
         self.held_bytes = ring_bytes
         self._others = others
-        self._links = links
+        self.links = links
         self._failed = ""
         self._poll = select.poll()
         self._by_fd = {link.socket.fileno(): link for link in links.values()}
@@ -62,14 +62,14 @@ class RingTransport(Transport):
         for tensors_by_peer, put in ((given, Link.write), (wanted, Link.read)):
             for peer, tensors in tensors_by_peer.items():
                 streams.append(Stream(tensors))
-                put(self._links[peer], streams[-1])
+                put(self.links[peer], streams[-1])
         return _Streams(self, streams, rest) if streams else rest
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         return self._others.all_gather(data, timeout_s=timeout_s)
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
         self._failed = self._failed or "the transport is closed"
         self._others.close()
@@ -84,7 +84,7 @@ class RingTransport(Transport):
             self._carry(streams, timeout_s)
         except TransitionError as error:
             self._failed = str(error)
-            for link in self._links.values():
+            for link in self.links.values():
                 link.close()
             raise TransitionError(f"rank {self.rank}: {error}") from error
 
@@ -92,12 +92,12 @@ class RingTransport(Transport):
         moved_at = time.monotonic()
         while not all(stream.is_done for stream in streams):
             # Every link has its turn.
-            moved = sum(link.step() for link in self._links.values())
+            moved = sum(link.step() for link in self.links.values())
             now = time.monotonic()
             moved_at = now if moved else moved_at
             left = moved_at + timeout_s - now
             if left <= 0:
-                idle = sorted(link.peer for link in self._links.values() if link.is_wanted)
+                idle = sorted(link.peer for link in self.links.values() if link.is_wanted)
                 raise TransitionError(
                     f"nothing has come from ranks {idle} or been taken by them for {timeout_s:g} s"
                 )
@@ -108,7 +108,7 @@ class RingTransport(Transport):
                     self._poll.unregister(fd)
 
     def _is_linked(self, peer: int, *, sending: bool) -> bool:
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         return link is not None and (link.outgoing if sending else link.incoming) is not None
 
 

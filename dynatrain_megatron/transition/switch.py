@@ -23,7 +23,7 @@ import socket
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ from dynatrain_megatron.vps.roster import union_of_tensors
 
 logger = logging.getLogger(__name__)
 
+_RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
 _MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
 
 
@@ -164,7 +165,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         skeleton=expected.model + expected.gradients,
         state=expected.model + expected.moments,
         gradients=expected.gradients,
-        staging=plan.peak_staging_bytes(rank),
+        staging=plan.peak_staging_bytes(rank) + bridge.held_bytes,
     )
     report.groups = {
         "reused": 0,
@@ -182,7 +183,13 @@ def _bridge(job: Job, options: SwitchOptions) -> Transport:
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         device = current_platform().device
         try:
-            job.bridge = connect(group, device, options.transport, timeout_s=options.timeout_s)
+            job.bridge = connect(
+                group,
+                device,
+                options.transport,
+                timeout_s=options.timeout_s,
+                ring_bytes=options.plan.staging_bytes // _RINGS_SHARE,
+            )
         except SwitchRefused:
             dist.destroy_process_group(group)
             raise
@@ -316,10 +323,13 @@ def _planned(
     :class:`TransitionError` where they made different plans.
     """
     topology = _topology(bridge, options.timeout_s)
+    # At least a byte: whoever wants little staging memory gets as many windows as there can be.
+    room = max(1, options.plan.staging_bytes - bridge.held_bytes)
+    plan_options = replace(options.plan, staging_bytes=room)
     problem = digest = ""
     try:
         rosters = _merged(old, new)
-        plan = job.plans.plan(*rosters, topology, options.plan, rank=bridge.rank)
+        plan = job.plans.plan(*rosters, topology, plan_options, rank=bridge.rank)
         digest = plan.digest
     except TransitionError as error:
         problem = str(error)
