@@ -95,6 +95,9 @@ class _Meeting:
         self._problems: list[str] = []
 
     def hold(self) -> Links:
+        for peer in sorted(dst for src, dst in self._ways if src == self._rank):
+            with self._trying(f"cannot make a ring for rank {peer}"):
+                self._outgoing[peer] = Ring.create(self._slot_bytes)
         name = "dynatrain-" + secrets.token_hex(_TOKEN_BYTES)
         with self._trying("cannot open a socket"):
             self.door.bind(b"\0" + name.encode())
@@ -112,7 +115,7 @@ class _Meeting:
             with self._trying(f"cannot greet rank {peer}", connection):
                 self._greet(peer, connection, tokens[peer])
         self._receive({r for r, calls in enumerate(told) if self._rank in calls}, tokens, deadline)
-        for peer, connection in called:
+        for peer, connection in ((p, c) for p, c in called if c.fileno() >= 0):
             with self._trying(f"is not greeted by rank {peer}", connection):
                 connection.settimeout(max(0.0, deadline - time.monotonic()))
                 if self._hear(connection) != peer:
@@ -128,10 +131,7 @@ class _Meeting:
     def _greet(self, peer: int, connection: socket.socket, token: bytes) -> None:
         """Show that this is a rank of the group, and hand over the ring to ``peer`` if any."""
         hello = _HELLO.pack(self._rank, self._slot_bytes, token)
-        fds = []
-        if (self._rank, peer) in self._ways:
-            self._outgoing[peer] = Ring.create(self._slot_bytes)
-            fds = [self._outgoing[peer].fd]
+        fds = [self._outgoing[peer].fd] if peer in self._outgoing else []
         socket.send_fds(connection, [hello], fds)
 
     def _hear(self, connection: socket.socket) -> int:

@@ -219,7 +219,10 @@ def refuse(*args: Any) -> Any:
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        ((Ring, "create"), "rank 0 cannot greet rank 1: [Errno 1] Operation not permitted"),
+        (
+            (Ring, "create"),
+            "rank 0 cannot make a ring for rank 1: [Errno 1] Operation not permitted",
+        ),
         ((meeting, "_call"), "rank 1 cannot connect to rank 0: [Errno 1]"),
         ((meeting._Meeting, "_hear"), "rank 0 cannot let in who has connected: [Errno 1]"),
     ],
@@ -234,11 +237,11 @@ def test_where_rings_are_impossible_messages_go_through_torch_and_memfd_is_refus
     def run(rank: int) -> str:
         dist.init_process_group("gloo")
         group = dist.new_group()
-        transport = connect(group, CPU, EngineTransport.auto, timeout_s=4)
+        transport = connect(group, CPU, EngineTransport.auto, timeout_s=8)
         assert type(transport) is TorchTransport
         assert swap(transport)
         with pytest.raises(SwitchRefused) as refusal:
-            connect(group, CPU, EngineTransport.memfd, timeout_s=4)
+            connect(group, CPU, EngineTransport.memfd, timeout_s=8)
         return str(refusal.value)
 
     told = set(run_ranks(2, run))
