@@ -166,13 +166,13 @@ def test_the_users_environment_stays() -> None:
     [
         "import torch; from dynatrain_megatron import platform; platform._set_cpu_environment();",
         # What scripts/pretrain_gpt.py does in each process that torchrun starts.
-        "from dynatrain_megatron.plugin import pretrain_gpt; pretrain_gpt.prepare([]); import torch;",
+        "from dynatrain_megatron.plugin import pretrain_gpt; pretrain_gpt.prepare([]);",
     ],
     ids=["torch is imported already", "the training script"],
 )
 def test_tensors_lie_in_huge_pages(start: str) -> None:
     program = (
-        f"{start}"
+        f"{start} import torch;"
         "block = torch.ones(64 << 20, dtype=torch.uint8);"
         "print([line for line in open('/proc/self/smaps_rollup') if 'AnonHuge' in line][0])"
     )
