@@ -257,7 +257,7 @@ def main() -> int:
     """Run it and print one table, or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="0.5 GB of state, under a minute")
-    parser.add_argument("--transport", nargs="+", default=["torch", "vm"])
+    parser.add_argument("--transport", nargs="+", default=["torch", "memfd", "vm"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=1536)

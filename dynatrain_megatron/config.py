@@ -42,13 +42,15 @@ class EngineSchedule(StrEnum):
 class EngineTransport(StrEnum):
     """How bytes get from rank to rank.
 
-    ``torch``: through torch.distributed. ``vm``: ranks of one host read each other's memory, where
-    the state is in host memory. ``auto``: ``vm`` where it works, ``torch`` elsewhere.
+    ``torch``: through torch.distributed. Between ranks of one host, where the state is in host
+    memory, also ``vm``: they read each other's memory; ``memfd``: they share rings of memory, which
+    takes no permission to trace. ``auto``: the first that works of ``vm``, ``memfd``, ``torch``.
     """
 
     auto = "auto"
-    torch = "torch"
     vm = "vm"
+    memfd = "memfd"
+    torch = "torch"
 
 
 class EnginePlacement(StrEnum):

@@ -1,8 +1,10 @@
 """Executes a plan: pack, send and receive, unpack; and proves that the result is right."""
 
+from dynatrain_megatron.engine.connect import connect
 from dynatrain_megatron.engine.execute import ExecutionReport, execute
 from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
-from dynatrain_megatron.engine.same_host import SameHostTransport, connect
+from dynatrain_megatron.engine.rings import RingTransport
+from dynatrain_megatron.engine.same_host import SameHostTransport
 from dynatrain_megatron.engine.transport import LocalTransport, TorchTransport, Transport
 
 __all__ = [
@@ -10,6 +12,7 @@ __all__ = [
     "Fragments",
     "FragmentsBuilder",
     "LocalTransport",
+    "RingTransport",
     "SameHostTransport",
     "TorchTransport",
     "Transport",

@@ -35,7 +35,8 @@ class ExecutionReport:
     """What one rank did; bytes are those really handed to or taken from the transport.
 
     ``wire_s`` is the time this rank spent in the transport, ``retain_s`` that for copying what it
-    keeps. ``num_operations`` counts sends and receives.
+    keeps. ``num_operations`` counts sends and receives. ``peak_staging_bytes`` has what the
+    transport holds in it.
     """
 
     pack_s: float
@@ -122,7 +123,7 @@ class _Run:
             self._sent,
             self._received,
             self._num_operations,
-            self._staging.allocated_bytes,
+            self._staging.allocated_bytes + self._transport.held_bytes,
         )
 
     def _finish_first(self) -> None:

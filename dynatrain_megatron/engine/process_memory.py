@@ -12,15 +12,13 @@ import errno
 import os
 from pathlib import Path
 
-import numpy as np
-
+from dynatrain_megatron.engine.spans import Spans
 from dynatrain_megatron.vps.boxes import IntArray
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER = 0x59616D61
 _ANYONE = ctypes.c_ulong(-1)
-_MOST_SPANS = 1024  # the kernel's limit for one call
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -51,37 +49,13 @@ def read(pid: int, here: IntArray, there: IntArray) -> None:
     about) than those here. Raises ``OSError`` as the kernel does: no such process, no permission, a
     bad address.
     """
-    sides = (_Spans(here), _Spans(there))
+    sides = (Spans(here), Spans(there))
     at, total = 0, sides[0].bytes
     assert total == sides[1].bytes
     while at < total:
         stop = min(side.reach(at) for side in sides)
         # A call may end early, at its own limit of bytes or before a fault, which the next tells.
         at += _readv(pid, *(side.between(at, stop) for side in sides))
-
-
-class _Spans:
-    """Spans of memory one after the other, addressed by how many bytes lie before."""
-
-    def __init__(self, spans: IntArray) -> None:
-        self._spans = spans
-        self._ends = np.cumsum(spans[:, 1])
-        self.bytes = int(self._ends[-1]) if len(spans) else 0
-
-    def reach(self, start: int) -> int:
-        """How far one call can go from ``start``."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        return int(self._ends[min(first + _MOST_SPANS, len(self._ends)) - 1])
-
-    def between(self, start: int, stop: int) -> IntArray:
-        """The spans of these bytes, the first and the last cut to fit."""
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        last = int(np.searchsorted(self._ends, stop, side="left"))
-        found = self._spans[first : last + 1].copy()
-        found[-1, 1] -= self._ends[last] - stop
-        skipped = start - (self._ends[first] - self._spans[first, 1])
-        found[0] += (skipped, -skipped)
-        return found
 
 
 def _readv(pid: int, here: IntArray, there: IntArray) -> int:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -30,7 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.engine import process_memory
 from dynatrain_megatron.engine.rows import NUM_NUMBERS, Rows
 from dynatrain_megatron.engine.transport import (
@@ -39,11 +37,10 @@ from dynatrain_megatron.engine.transport import (
     TorchTransport,
     Transfer,
     Transport,
+    by_peer,
     failures_of,
 )
-from dynatrain_megatron.errors import SwitchRefused, TransitionError
-
-logger = logging.getLogger(__name__)
+from dynatrain_megatron.errors import TransitionError
 
 # Tags: gloo keeps messages of different tags apart. 0 is the messages' own.
 _PLACES, _ANSWER = 1, 2
@@ -56,52 +53,23 @@ _Given = dict[int, list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The processes this rank can read, by rank, and the ranks that can read this one."""
+    """The processes this rank can read, by rank, and the ranks that can read this one.
+
+    On all ranks alike: ``ways`` are all pairs (rank read, its reader), and ``problems`` what keeps
+    other ranks of one host from being such pairs.
+    """
 
     processes: dict[int, int]
     readers: frozenset[int]
+    ways: frozenset[tuple[int, int]]
+    problems: tuple[str, ...]
 
 
-def connect(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    choice: EngineTransport,
-    *,
-    timeout_s: float,
-    host: str | None = None,
-) -> Transport:
-    """The transport over ``group`` that ``choice`` means; collective, the choice the same on all.
+def probe(transport: Transport, host: str, timeout_s: float) -> Neighbours:
+    """Try to read a secret of every other rank of this host; collective.
 
-    ``host`` names this rank's host, by default after the running kernel. Raises
-    :class:`SwitchRefused` on all ranks alike where ``vm`` was asked for and cannot be had.
+    ``host`` names the host of this rank, ranks where it is empty have none in common with others.
     """
-    transport = TorchTransport(group, device)
-    forced = choice is EngineTransport.vm
-    if choice is EngineTransport.torch:
-        return transport
-    if device.type != "cpu":
-        if forced:
-            raise SwitchRefused(
-                f"engine.transport=vm reads host memory, and the state is on {device}",
-                "use engine.transport=auto",
-            )
-        return transport
-    host = process_memory.host_id() if host is None else host
-    neighbours, problems = _probe(transport, host, timeout_s)
-    if problems and forced:
-        raise SwitchRefused(
-            f"engine.transport=vm: {problems[0]}",
-            "allow ranks to trace each other, or use engine.transport=auto",
-        )
-    for problem in problems:
-        logger.info("its messages go through torch.distributed: %s", problem)
-    if not neighbours.processes and not neighbours.readers:
-        return transport
-    return SameHostTransport(group, device, neighbours)
-
-
-def _probe(transport: Transport, host: str, timeout_s: float) -> tuple[Neighbours, list[str]]:
-    """Try to read a secret of every other rank of this host; and what went wrong, on any rank."""
     process_memory.allow_reading()
     token = secrets.token_bytes(_TOKEN_BYTES)
     kept = ctypes.create_string_buffer(token, _TOKEN_BYTES)
@@ -119,8 +87,13 @@ def _probe(transport: Transport, host: str, timeout_s: float) -> tuple[Neighbour
             processes[rank] = pid
     answer = json.dumps((sorted(processes), problems)).encode()
     answers = [json.loads(row) for row in transport.all_gather(answer, timeout_s=timeout_s)]
-    readers = frozenset(r for r, (found, _) in enumerate(answers) if transport.rank in found)
-    return Neighbours(processes, readers), [text for _, texts in answers for text in texts]
+    ways = {(src, dst) for dst, (found, _) in enumerate(answers) for src in found}
+    return Neighbours(
+        processes,
+        frozenset(dst for src, dst in ways if src == transport.rank),
+        frozenset(ways),
+        tuple(text for _, texts in answers for text in texts),
+    )
 
 
 def _try_to_read(pid: int, address: int, expected: bytes) -> str:
@@ -156,8 +129,8 @@ class SameHostTransport(TorchTransport):
         return self._GIVEN if sending else self._WANTED
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
-        given = _by_peer([m for m in sends if self._is_near(m[0], sending=True)])
-        wanted = _by_peer([m for m in receives if self._is_near(m[0], sending=False)])
+        given = by_peer([m for m in sends if self._is_near(m[0], sending=True)])
+        wanted = by_peer([m for m in receives if self._is_near(m[0], sending=False)])
         far = super().start(
             [m for m in sends if m[0] not in given], [m for m in receives if m[0] not in wanted]
         )
@@ -172,13 +145,6 @@ class SameHostTransport(TorchTransport):
         work = call(numbers, self._global_rank[peer], self.group, tag)
         assert work is not None  # every rank of the bridge is in its group
         return _Control(numbers, work)
-
-
-def _by_peer(messages: Sequence[Message]) -> _Given:
-    found: _Given = {}
-    for peer, tensor in messages:
-        found.setdefault(peer, []).append(tensor)
-    return found
 
 
 class _Control(NamedTuple):

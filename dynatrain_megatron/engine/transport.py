@@ -61,12 +61,14 @@ class Transfer(ABC):
 class Transport(ABC):
     """Point-to-point messages among ``size`` ranks, and one small all-gather.
 
-    ``device`` is where message tensors must lie.
+    ``device`` is where message tensors must lie. ``held_bytes`` is memory that a rank holds for
+    messages until :meth:`close`, the most that any rank does: the same number on all.
     """
 
     rank: int
     size: int
     device: torch.device
+    held_bytes: int = 0
 
     @abstractmethod
     def terms(self, peer: int, *, sending: bool) -> Terms:
@@ -91,6 +93,13 @@ class Transport(ABC):
     ) -> None:
         """Start these messages and wait for them."""
         self.start(sends, receives).wait(timeout_s=timeout_s)
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to give back)
+        """Give back what this end holds; may be called again, and nothing else after it.
+
+        Peers that wait for something of this rank learn that it will not come. Process groups are
+        whoever's made them.
+        """
 
 
 class TorchTransport(Transport):
@@ -154,6 +163,14 @@ class _TorchTransfer(Transfer):
         with failures_of(self._doing):
             for work in self._works:
                 work.wait(timedelta(seconds=timeout_s))
+
+
+def by_peer(messages: Sequence[Message]) -> dict[int, list[torch.Tensor]]:
+    """The tensors of messages by peer, in the order given."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for peer, tensor in messages:
+        found.setdefault(peer, []).append(tensor)
+    return found
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ import socket
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ from dynatrain_megatron.vps.roster import union_of_tensors
 
 logger = logging.getLogger(__name__)
 
+_RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
 _MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
 
 
@@ -171,7 +172,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         skeleton=expected.model + expected.gradients,
         state=expected.model + expected.moments,
         gradients=expected.gradients,
-        staging=plan.peak_staging_bytes(rank),
+        staging=plan.peak_staging_bytes(rank) + bridge.held_bytes,
     )
     report.groups = {
         "reused": 0,
@@ -189,7 +190,13 @@ def _bridge(job: Job, options: SwitchOptions) -> Transport:
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         device = current_platform().device
         try:
-            job.bridge = connect(group, device, options.transport, timeout_s=options.timeout_s)
+            job.bridge = connect(
+                group,
+                device,
+                options.transport,
+                timeout_s=options.timeout_s,
+                ring_bytes=options.plan.staging_bytes // _RINGS_SHARE,
+            )
         except SwitchRefused:
             dist.destroy_process_group(group)
             raise
@@ -346,13 +353,16 @@ def _planned(
     Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan cannot be,
     :class:`TransitionError` where they made different plans.
     """
+    # At least a byte: whoever wants little staging memory gets as many windows as there can be.
+    room = max(1, options.plan.staging_bytes - bridge.held_bytes)
+    plan_options = replace(options.plan, staging_bytes=room)
     problem = digest = ""
     topology, hosts = _hosts_and_links(bridge, options.timeout_s)
     try:
         if options.topology is not None:
             topology = options.topology.over(topology, hosts)
         rosters = _merged(old, new)
-        plan = job.plans.plan(*rosters, topology, options.plan, rank=bridge.rank)
+        plan = job.plans.plan(*rosters, topology, plan_options, rank=bridge.rank)
         digest = plan.digest
     except (ConfigError, TransitionError) as error:
         problem = str(error)

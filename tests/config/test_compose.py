@@ -226,7 +226,7 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("topology=''", "auto, or the path of a YAML file"),
         ("topology={node_width: 2}", "auto, or the path of a YAML file"),
         ("engine.placement=worst", "best or identity"),
-        ("engine.transport=gloo", "auto, torch or vm"),
+        ("engine.transport=gloo", "auto, vm, memfd or torch"),
         ("engine.verify=wire", "off or fingerprint"),
         ("engine.verify=true", "off or fingerprint"),
         ("engine.staging_mib=0", "a whole number of at least 1 (MiB)"),

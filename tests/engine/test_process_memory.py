@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from dynatrain_megatron.engine import process_memory
 from dynatrain_megatron.engine.rows import NUM_NUMBERS, Rows
+from dynatrain_megatron.engine.spans import Spans
 
 
 @st.composite
@@ -63,7 +64,7 @@ def test_what_is_read_fills_spans_of_any_other_shape(
         at, left = at + size + data.draw(st.integers(0, 2)), left - size
     here = np.array(spans)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_memory, "_MOST_SPANS", data.draw(st.integers(1, 4)))
+        patch.setattr("dynatrain_megatron.engine.spans.MOST_SPANS", data.draw(st.integers(1, 4)))
         process_memory.read(os.getpid(), here, Rows.of(there).spans())
     assert b"".join(ctypes.string_at(int(a), int(n)) for a, n in here) == expected
 
@@ -83,7 +84,7 @@ def test_a_call_that_ends_early_is_followed_by_another(monkeypatch: pytest.Monke
     def short(pid: int, here: np.ndarray, there: np.ndarray) -> int:
         calls.append(int(here[:, 1].sum()))
         assert calls[-1] == there[:, 1].sum()
-        parts = [process_memory._Spans(side) for side in (here, there)]
+        parts = [Spans(side) for side in (here, there)]
         return real(pid, *(side.between(0, min(most, calls[-1])) for side in parts))
 
     monkeypatch.setattr(process_memory, "_readv", short)

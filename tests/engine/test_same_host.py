@@ -7,11 +7,19 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from dynatrain_megatron.config import EngineTransport
-from dynatrain_megatron.engine import TorchTransport, Transport, connect, process_memory, same_host
+from dynatrain_megatron.engine import (
+    RingTransport,
+    TorchTransport,
+    Transport,
+    connect,
+    process_memory,
+    same_host,
+)
 from dynatrain_megatron.errors import SwitchRefused, TransitionError
 from tests.engine.test_transport import on_one_host
 from tests.ranks import run_ranks
@@ -37,10 +45,10 @@ def test_neighbours_are_the_other_ranks_of_the_host() -> None:
     assert run_ranks(3, run) == [([1], [1]), ([0], [0]), ([], [])]
 
 
-def test_without_permission_messages_go_through_torch_and_vm_is_refused() -> None:
+def test_without_permission_rings_are_used_and_vm_is_refused() -> None:
     """One rank of two cannot read: the other way it still works, and ``vm`` means all or none."""
 
-    def run(rank: int) -> tuple[bool, str]:
+    def run(rank: int) -> tuple[bool, bool, str]:
         real = process_memory._readv
 
         def refuse(*args: Any) -> int:
@@ -48,19 +56,23 @@ def test_without_permission_messages_go_through_torch_and_vm_is_refused() -> Non
 
         process_memory._readv = refuse if rank == 0 else real
         transport = joined(EngineTransport.auto)
+        assert isinstance(transport, RingTransport)
         sent = torch.full((3,), rank)
         got = torch.zeros(3, dtype=torch.int64)
         transport.exchange([(1 - rank, sent)], [(1 - rank, got)], timeout_s=20)
         assert got.tolist() == [1 - rank] * 3
+        (link,) = transport.links.values()
+        rings = link.outgoing is not None, link.incoming is not None
+        transport.close()
         try:
             connect(dist.new_group(), CPU, EngineTransport.vm, timeout_s=20)
         except SwitchRefused as refusal:
-            return transport.terms(1 - rank, sending=False).is_read, str(refusal)
-        return False, "not refused"
+            return *rings, str(refusal)
+        return *rings, "not refused"
 
     found = run_ranks(2, run)
-    assert [is_read for is_read, _ in found] == [False, True]
-    for _, refusal in found:
+    assert [rings for *rings, _ in found] == [[False, True], [True, False]]
+    for *_, refusal in found:
         assert "rank 0 cannot read rank 1: [Errno 1] Operation not permitted" in refusal
 
 
@@ -73,18 +85,21 @@ def test_a_process_of_the_same_number_in_another_container_is_not_mistaken() -> 
 
 
 def test_device_memory_cannot_be_read() -> None:
-    def run(rank: int) -> str:
+    def run(rank: int) -> list[str]:
         dist.init_process_group("gloo")
         group = dist.new_group()
         device = torch.device("cuda", 0)
         assert type(connect(group, device, EngineTransport.auto, timeout_s=9)) is TorchTransport
-        try:
-            connect(group, device, EngineTransport.vm, timeout_s=9)
-        except SwitchRefused as refusal:
-            return str(refusal)
-        return "not refused"
+        told = []
+        for choice in (EngineTransport.vm, EngineTransport.memfd):
+            with pytest.raises(SwitchRefused) as refusal:
+                connect(group, device, choice, timeout_s=9)
+            told.append(str(refusal.value))
+        return told
 
-    assert "the state is on cuda:0" in run_ranks(1, run)[0]
+    vm, memfd = run_ranks(1, run)[0]
+    assert "engine.transport=vm is for host memory, and the state is on cuda:0" in vm
+    assert "engine.transport=memfd is for host memory" in memfd
 
 
 def failures(spoil: Callable[[same_host.SameHostTransport, torch.Tensor], Any]) -> list[str]:

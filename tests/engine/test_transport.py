@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.engine import (
     LocalTransport,
+    RingTransport,
     SameHostTransport,
     TorchTransport,
     Transport,
@@ -55,18 +56,26 @@ def on_ranks(
             host=None if hosts is None else hosts[rank],
         )
         alone = hosts is not None and hosts.count(hosts[rank]) == 1
-        by_messages = choice is EngineTransport.torch or alone
-        assert type(transport) is (TorchTransport if by_messages else SameHostTransport)
+        assert type(transport) is (TorchTransport if alone else _TYPES[choice])
         result = body(transport)
         dist.barrier()
+        transport.close()
         return result
 
     return run_ranks(size, run, timeout_s=60)
 
 
+_TYPES = {
+    EngineTransport.torch: TorchTransport,
+    EngineTransport.vm: SameHostTransport,
+    EngineTransport.memfd: RingTransport,
+}
+
 on_gloo = partial(on_ranks, choice=EngineTransport.torch)
 on_one_host = partial(on_ranks, choice=EngineTransport.vm)
 on_two_hosts = partial(on_ranks, choice=EngineTransport.vm, hosts=["a", "b", "a", "b"])
+on_rings = partial(on_ranks, choice=EngineTransport.memfd)
+on_rings_of_two_hosts = partial(on_ranks, choice=EngineTransport.memfd, hosts=["a", "b", "a", "b"])
 
 TRANSPORTS: dict[str, Run] = {
     "threads": on_threads,
@@ -74,6 +83,8 @@ TRANSPORTS: dict[str, Run] = {
     "gloo": on_gloo,
     "one host": on_one_host,
     "two hosts": on_two_hosts,
+    "rings": on_rings,
+    "rings of two hosts": on_rings_of_two_hosts,
 }
 
 
@@ -136,8 +147,9 @@ def test_local_transport_times_out() -> None:
     [
         (on_gloo, "rank 0: transfer with ranks [1] failed"),
         (on_one_host, "rank 0: reading 1 messages from rank 1 failed"),
+        (on_rings, "rank 0: nothing has come from ranks [1] or been taken by them for 1 s"),
     ],
-    ids=["gloo", "one host"],
+    ids=["gloo", "one host", "rings"],
 )
 def test_a_transfer_that_times_out_names_the_ranks(run: Run, message: str) -> None:
     def body(transport: Transport) -> str:

@@ -161,10 +161,19 @@ def test_the_users_environment_stays() -> None:
     "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
     reason="this kernel has huge pages switched off",
 )
-def test_tensors_lie_in_huge_pages() -> None:
+@pytest.mark.parametrize(
+    "start",
+    [
+        "import torch; from dynatrain_megatron import platform; platform._set_cpu_environment();",
+        # What scripts/pretrain_gpt.py does in each process that torchrun starts.
+        "from dynatrain_megatron.plugin import pretrain_gpt; pretrain_gpt.prepare([]);",
+    ],
+    ids=["torch is imported already", "the training script"],
+)
+def test_tensors_lie_in_huge_pages(start: str) -> None:
     program = (
-        "import torch; from dynatrain_megatron import platform; platform._set_cpu_environment();"
+        f"{start} import torch;"
         "block = torch.ones(64 << 20, dtype=torch.uint8);"
         "print([line for line in open('/proc/self/smaps_rollup') if 'AnonHuge' in line][0])"
     )
-    assert int(run_python(program)[1]) >= 48 << 10  # KiB
+    assert int(run_python(program)[-2]) >= 48 << 10  # KiB
