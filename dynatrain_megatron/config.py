@@ -34,9 +34,17 @@ OnRefusal.__doc__ = "What a job does when a switch is refused: go on in its layo
 
 
 class EngineSchedule(StrEnum):
-    """How transfers are ordered: ``direct`` starts all as early as bounded windows allow."""
+    """How transfers are ordered.
+
+    ``direct`` starts all as early as bounded windows allow. ``xor`` and ``ring`` pair ranks off
+    in rounds, of which there are fewest with ``ring`` unless the number of ranks is a power of two.
+    ``auto`` takes what is predicted to be fastest.
+    """
 
     direct = "direct"
+    xor = "xor"
+    ring = "ring"
+    auto = "auto"
 
 
 class EngineTransport(StrEnum):

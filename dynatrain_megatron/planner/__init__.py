@@ -9,7 +9,8 @@ itself. The steps:
 ``flows``     what one set of ranks holds and one set wants
 ``shares``    who sends which part of a flow to whom; ``balance`` shares it out between holders
 ``routes``    the pieces of that: regions, and the fragments they are in
-``schedule``  streams between two ranks cut into messages, messages placed into bounded windows
+``schedule``  streams between two ranks as messages, messages in bounded windows: the columns
+``windows``   who places them: ``direct``, ``rounds`` (xor, ring), or what ``cost`` says is fastest
 ``checks``    coverage proof and the lower bound of bytes, computed another way
 ``plan``      all of it as one value, with the figures a report needs; ``cache`` keeps some
 

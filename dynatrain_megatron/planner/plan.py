@@ -9,19 +9,15 @@ from enum import StrEnum
 
 import numpy as np
 
+from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.planner.cells import grouped_order
 from dynatrain_megatron.planner.checks import check_coverage, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
 from dynatrain_megatron.planner.routes import Routes, pieces_of
-from dynatrain_megatron.planner.schedule import (
-    Links,
-    Messages,
-    Schedule,
-    links_of,
-    schedule_direct,
-)
+from dynatrain_megatron.planner.schedule import Links, Messages, Schedule, links_of
 from dynatrain_megatron.planner.shares import Shares, choose_shares
 from dynatrain_megatron.planner.topology import Topology
+from dynatrain_megatron.planner.windows import place_messages
 from dynatrain_megatron.vps.boxes import IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
@@ -32,10 +28,14 @@ _ALGORITHM = b"2"
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations."""
+    """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations.
+
+    ``schedule`` says how messages are placed into windows.
+    """
 
     staging_bytes: int = 256 << 20
     window_ops: int = 256
+    schedule: EngineSchedule = EngineSchedule.direct
 
 
 class Side(StrEnum):
@@ -52,6 +52,8 @@ class Pass:
     A rank begins a pass when all that it gets in the passes before is in its place, so a pass may
     take from the target what an earlier one brought there. ``links`` are about all ranks, the
     numbers of operations and windows too, ``schedule`` about the rank that the plan is made for.
+    ``windows_by`` is the schedule that placed them, never ``auto``, and ``predicted_s`` what they
+    should take (:mod:`planner.cost`).
     """
 
     takes_from: Side
@@ -59,6 +61,8 @@ class Pass:
     schedule: Schedule
     num_operations: int
     num_windows: int
+    windows_by: EngineSchedule
+    predicted_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +127,11 @@ class Plan:
     def num_windows(self) -> int:
         return sum(each.num_windows for each in self.passes)
 
+    @property
+    def predicted_s(self) -> float:
+        """Seconds that all passes should take, one after the other."""
+        return sum(each.predicted_s for each in self.passes)
+
     def pieces(self) -> Iterator[tuple[Side, Routes]]:
         """All pieces, moved and retained, and where their sources lie."""
         for each in self.passes:
@@ -166,12 +175,14 @@ def make_plan(
     flows = find_flows(source, target, topology)
     shares = choose_shares(flows, topology)
     links, link = links_of(flows, shares)
-    messages = schedule_direct(
+    windows = place_messages(
         links,
-        target.num_ranks,
+        topology,
+        options.schedule,
         staging_bytes=options.staging_bytes,
         window_ops=options.window_ops,
     )
+    messages = windows.messages
     kept = link < 0
     retained = _by_rank(
         shares.dst[kept],
@@ -180,7 +191,15 @@ def make_plan(
     )
     schedule = _schedule(flows, shares, link, links, messages, source, target, rank)
     check_coverage(schedule.pieces.and_also(schedule.retained), source, target, rank)
-    only = Pass(Side.SOURCE, links, schedule, len(messages), messages.num_windows)
+    only = Pass(
+        Side.SOURCE,
+        links,
+        schedule,
+        len(messages),
+        messages.num_windows,
+        windows.schedule,
+        windows.predicted_s,
+    )
     return Plan(
         target.tensors,
         target.num_ranks,

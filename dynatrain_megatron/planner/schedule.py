@@ -1,27 +1,32 @@
-"""Schedule: moved pieces become messages, messages are placed into windows.
+"""Schedule: which messages there are, and in which window each of them travels.
 
 The elements that go from one rank to another are a stream, cut into *messages* of bounded size:
 operations, not bytes, are what small pieces cost. Messages are placed into *windows*, processed in
 ascending order by every rank; a rank posts all its sends and receives of a window, and then waits
-for the window before, so that two are under way at a time. What is long enough is spread evenly
-over the windows that the busiest rank needs, which keeps every rank's windows equally full; what is
-short fills the room that this leaves::
-
-    window      0     1     2     3
-    0 -> 1      ##    ##    ##    ##       8 units on 4 windows
-    2 -> 1      #     #     #     #
-    0 -> 3      ###
+for the window before, so that two are under way at a time. This module has the columns;
+:mod:`planner.windows` chooses by which schedule they are filled.
 
 Which messages there are follows from the lengths of the streams alone, so every rank knows the
 windows of all without knowing what is in them.
 
-Why this cannot deadlock: a message has the same window at both ends. Take the unfinished message
-of the lowest window: both its ranks have finished everything in lower windows, so both have
-posted it, and nothing else is needed for it to complete.
+Why no schedule can deadlock (docs/schedules.md says it with a picture):
+
+1. a message has the same window at both ends;
+2. every rank goes through its windows in ascending order, posts all of one before it waits for any
+   of it, and waits for nothing but messages of lower windows before it posts the next, whatever
+   else it does in between (staging memory, memory stages);
+3. messages from one rank to another are posted in the same order at both ends;
+4. the transport can carry all messages of one window of a rank together: there are at most
+   ``window_ops``.
+
+Take the unfinished messages of the lowest window: their ranks have finished everything in lower
+windows, so by 2 both ends have posted them or will without waiting; by 3 and 4 nothing is before
+them, and so they complete. A rank without messages in a window has nothing to wait for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,14 +35,11 @@ from dynatrain_megatron.planner.cells import grouped_order
 from dynatrain_megatron.planner.flows import Flows
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.planner.shares import Shares
-from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, run_starts
+from dynatrain_megatron.vps.boxes import IntArray, ranges, run_starts
 
-_SMALLEST_PART = 1 << 20  # bytes of a stream that is spread over windows, in each of them
-_LARGEST_MESSAGE = 16 << 20  # of other streams
-_TRIES = 4  # to fill a window; each costs time and finds less than the one before
-_LOOK_AHEAD = 4  # windows' worth of messages that are looked at for one window
-_ALIGNMENT = 16  # where a message may begin in staging memory, bytes
-_WINDOWS_UNDER_WAY = 2
+WINDOWS_UNDER_WAY = 2
+ALIGNMENT = 16
+"""Where a message may begin in staging memory, bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +58,18 @@ class Links:
 
     def __len__(self) -> int:
         return len(self.src)
+
+    def opposite(self) -> IntArray:
+        """For each link the one that goes the other way between the same ranks, or -1, [n]."""
+        size = max(int(self.src.max(initial=0)), int(self.dst.max(initial=0))) + 1
+        key, wanted = self.src * size + self.dst, self.dst * size + self.src
+        place = np.searchsorted(key, wanted)
+        place[place == len(key)] = 0
+        return np.where(key[place] == wanted, place, -1)
+
+    def parts(self, link: IntArray, part: IntArray, steps: IntArray) -> IntArray:
+        """Elements in these parts of these links, whose streams are cut every ``steps`` [n]."""
+        return np.minimum(steps[link], self.numel[link] - part * steps[link])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +102,22 @@ class Messages:
         placed = self.first[link] >= 0
         window[placed] = self.window[(self.first[link] + part)[placed]]
         return link, part, window
+
+    def by_window(self) -> Iterator[tuple[IntArray, IntArray]]:
+        """(link, part) of every message of each window, in ascending order."""
+        spread, placed = (np.nonzero(chosen)[0] for chosen in (self.first < 0, self.first >= 0))
+        link, part, at = self.of_links(placed)
+        order = grouped_order(at)
+        link, part = link[order], part[order]
+        end = np.searchsorted(at[order], np.arange(self.num_windows + 1)).tolist()
+        for window in range(self.num_windows):
+            own = slice(end[window], end[window + 1])
+            spread = spread[self.count[spread] > window]
+            if not len(spread):
+                yield link[own], part[own]
+                continue
+            every = np.concatenate((spread, link[own]))
+            yield every, np.concatenate((np.full(len(spread), window), part[own]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +160,7 @@ class Schedule:
 
     def windows_under_way(self, rank: int) -> int:
         """How many windows of ``rank`` are under way at a time."""
-        return min(_WINDOWS_UNDER_WAY, len(self.windows_of(rank)))
+        return min(WINDOWS_UNDER_WAY, len(self.windows_of(rank)))
 
     def pieces_of(self, message: int) -> range:
         """Positions in ``pieces`` of one message."""
@@ -139,7 +169,7 @@ class Schedule:
 
 def staged[Number: (int, IntArray)](nbytes: Number) -> Number:
     """Bytes that messages take in staging memory: each begins aligned."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def links_of(flows: Flows, shares: Shares) -> tuple[Links, IntArray]:
@@ -157,139 +187,3 @@ def links_of(flows: Flows, shares: Shares) -> tuple[Links, IntArray]:
     numel, nbytes = (np.add.reduceat(x, first) for x in (own.numel, own.numel * size))
     largest = np.maximum.reduceat(size, first)
     return Links(own.src[first], own.dst[first], numel, nbytes, largest), link
-
-
-def schedule_direct(
-    links: Links, num_ranks: int, *, staging_bytes: int, window_ops: int
-) -> Messages:
-    """All messages in as few windows as the bounds allow.
-
-    In each window a rank takes part in at most ``window_ops`` messages. Those of its windows that
-    are under way together take at most ``staging_bytes``, but for windows of a single message of
-    one element that is larger.
-    """
-    staging_bytes = max(1, staging_bytes // _WINDOWS_UNDER_WAY)
-    limit = max(1, min(_LARGEST_MESSAGE, staging_bytes // 4))
-    steps = np.maximum(1, limit // links.element_bytes)
-    spread, wide = _spread(links, num_ranks, staging_bytes, window_ops)
-    steps[spread] = wide
-    count = -(-links.numel // steps)
-    first = np.full(len(links), -1)
-    rest = np.nonzero(~spread)[0]
-    first[rest] = np.cumsum(count[rest]) - count[rest]
-    part, owner = ranges(np.zeros(len(rest), dtype=np.int64), count[rest])
-    link = rest[owner]
-    # One message of each pair at a time, and each rank's peers in a rotating order, so that in
-    # every window all ranks have something to do.
-    turn = (links.dst - links.src) % num_ranks
-    order = grouped_order((part * num_ranks + turn[link]) * num_ranks + links.src[link])
-    numel = np.minimum(steps[link], links.numel[link] - part * steps[link])
-    nbytes = staged(numel * links.element_bytes[link])
-    held, ops = (
-        _at_both_ends(links, spread, amount, num_ranks)
-        for amount in (staged(steps * links.element_bytes), np.ones_like(steps))
-    )
-    window = np.zeros(len(part), dtype=np.int64)
-    window[order] = _place(
-        links.src[link[order]],
-        links.dst[link[order]],
-        nbytes[order],
-        _Room(held, ops, int(count[spread].max(initial=0)), staging_bytes, window_ops),
-    )
-    return Messages(steps, count, first, window)
-
-
-def _spread(
-    links: Links, num_ranks: int, staging_bytes: int, window_ops: int
-) -> tuple[BoolArray, IntArray]:
-    """Which links are spread over all windows, and how many elements of each are in one."""
-    least = max(_SMALLEST_PART, -(-staging_bytes // window_ops))
-    every = np.ones(len(links), dtype=np.bool_)
-    load = _at_both_ends(links, every, links.numel * links.element_bytes, num_ranks)
-    windows = -(-int(load.max(initial=0)) // staging_bytes)
-    for _ in range(_TRIES):
-        spread = links.nbytes >= windows * least
-        steps = -(-links.numel // max(1, windows))
-        held = _at_both_ends(links, spread, staged(steps * links.element_bytes), num_ranks)
-        if held.max(initial=0) <= staging_bytes:  # but for rounding up it always is
-            return spread, steps[spread]
-        windows += 1 + windows // 64
-    return ~every, np.zeros(0, dtype=np.int64)
-
-
-def _at_both_ends(links: Links, chosen: BoolArray, amount: IntArray, num_ranks: int) -> IntArray:
-    """The sum over the chosen links of each rank, [num_ranks]."""
-    total = np.zeros(num_ranks, dtype=np.int64)
-    for end in (links.src, links.dst):
-        np.add.at(total, end[chosen], amount[chosen])
-    return total
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Room:
-    """Bounds of a window, and what is in the first ``windows`` of them already, [num_ranks]."""
-
-    held: IntArray
-    ops: IntArray
-    windows: int
-    staging_bytes: int
-    window_ops: int
-
-
-def _place(src: IntArray, dst: IntArray, nbytes: IntArray, room: _Room) -> IntArray:
-    """The window of each message.
-
-    Window by window, a rank offers room to its next messages in order; those that both their ranks
-    have room for are in. What the others leave is offered again, to those that still fit.
-    """
-    placed = np.full(len(src), -1)
-    num_ranks = len(room.ops)
-    at_once = min(room.window_ops, room.staging_bytes // max(1, int(nbytes.max(initial=1))))
-    look = max(4096, _LOOK_AHEAD * num_ranks * at_once)
-    waiting = np.zeros(0, dtype=np.int64)
-    seen = window = 0
-    while seen < len(src) or len(waiting):
-        more = min(len(src), seen + max(0, look - len(waiting)))
-        waiting = np.concatenate((waiting, np.arange(seen, more)))
-        seen = more
-        begun = window < room.windows
-        ops, held = (x.copy() if begun else np.zeros_like(x) for x in (room.ops, room.held))
-        trying = waiting
-        for _ in range(_TRIES):
-            a, b, size = src[trying], dst[trying], nbytes[trying]
-            fits = _fits(a, b, size, ops, held, room)
-            placed[trying[fits]] = window
-            for end in (a[fits], b[fits]):
-                np.add.at(ops, end, 1)
-                np.add.at(held, end, size[fits])
-            left = np.where(ops > 0, room.staging_bytes - held, np.iinfo(np.int64).max)
-            left[ops >= room.window_ops] = 0
-            trying = trying[~fits & (size <= np.minimum(left[a], left[b]))]
-            if not len(trying):
-                break
-        still = placed[waiting] < 0
-        # Where nothing finds room beside what is spread, nothing will in the next such window.
-        window = room.windows if begun and still.all() else window + 1
-        waiting = waiting[still]
-    return placed
-
-
-def _fits(
-    src: IntArray, dst: IntArray, nbytes: IntArray, ops: IntArray, held: IntArray, room: _Room
-) -> BoolArray:
-    """Which messages both ends have room for if each lets its own in by their order."""
-    rank = np.stack((src, dst), axis=1).reshape(-1)
-    order = grouped_order(rank)
-    message, end = order >> 1, rank[order]
-    new = run_starts(end)
-    begin = np.nonzero(new)[0]
-    group = np.cumsum(new) - 1
-    size = nbytes[message]
-    total = np.cumsum(size)
-    total += (held[end[begin]] - (total[begin] - size[begin]))[group]
-    count = np.arange(len(end)) - begin[group] + 1 + ops[end]
-    fits = (total <= room.staging_bytes) & (count <= room.window_ops)
-    fits |= new & (ops[end] == 0)
-    result = np.ones(len(src), dtype=np.bool_)
-    result[message[~fits]] = False
-    return result

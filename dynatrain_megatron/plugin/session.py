@@ -349,7 +349,7 @@ class Session:
     def _options(self) -> SwitchOptions:
         engine = self.config.engine
         return SwitchOptions(
-            PlanOptions(engine.staging_mib << 20, engine.window_ops),
+            PlanOptions(engine.staging_mib << 20, engine.window_ops, engine.schedule),
             transport=engine.transport,
             verify=engine.verify is not Verify.off,
             check_replicas=engine.check_replicas,

@@ -91,7 +91,7 @@ def test_all_keys_at_once() -> None:
     config = compose(
         [
             "source=tp2-dp2", "target=pp4", "switch_at=3", "run_dir=out/run-1", "platform=cpu",
-            "on_refusal=fail", "engine.schedule=direct", "engine.transport=vm",
+            "on_refusal=fail", "engine.schedule=ring", "engine.transport=vm",
             "engine.placement=best", "topology=cluster.yaml",
             "engine.staging_mib=1", "engine.window_ops=2", "engine.verify=off",
             "engine.timeout_s=1.5", "engine.check_replicas=true", "record_steps=false",
@@ -107,7 +107,7 @@ def test_all_keys_at_once() -> None:
         topology="cluster.yaml",
         on_refusal=OnRefusal.fail,
         engine=EngineConfig(
-            schedule=EngineSchedule.direct,
+            schedule=EngineSchedule.ring,
             transport=EngineTransport.vm,
             placement=EnginePlacement.best,
             staging_mib=1,
@@ -221,7 +221,7 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("platform=CPU", "auto, cuda or cpu"),
         ("platform=null", "auto, cuda or cpu"),
         ("on_refusal=stop", "continue or fail"),
-        ("engine.schedule=tree", "direct"),
+        ("engine.schedule=tree", "direct, xor, ring or auto"),
         ("topology=null", "auto, or the path of a YAML file"),
         ("topology=''", "auto, or the path of a YAML file"),
         ("topology={node_width: 2}", "auto, or the path of a YAML file"),

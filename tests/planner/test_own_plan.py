@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import Plan, PlanCache, PlanOptions, Topology, make_plan, schedule
+from dynatrain_megatron.planner import Plan, PlanCache, PlanOptions, Topology, direct, make_plan
 from dynatrain_megatron.planner.cache import PlanKey
 from dynatrain_megatron.planner.routes import Routes, unique_cover
 from dynatrain_megatron.shapes import MODELS, make_rosters
 from dynatrain_megatron.vps import RosterBuilder
-from tests.planner.test_schedule import BOUNDS, assert_well_formed, simulate
+from tests.planner.simulator import simulate_plan
+from tests.planner.test_schedule import BOUNDS, assert_well_formed
 from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case, mixed_cases
 
 Piece = tuple[int, ...]
@@ -64,6 +65,7 @@ def assert_own_plans_are_the_whole(case: Case, topology: Topology, options: Plan
             assert pieces(ours.schedule.retained) == pieces(kept, kept.dst == rank)
         assert (own.bytes_matrix == whole.bytes_matrix).all()
         assert (own.num_operations, own.num_windows) == (whole.num_operations, whole.num_windows)
+        assert own.predicted_s == whole.predicted_s
         assert own.peak_staging_bytes(rank) == whole.peak_staging_bytes(rank)
         received = [(each.schedule, each.schedule.dst == rank) for each in own.passes]
         assert sum(int(one.nbytes[got].sum()) for one, got in received) == own.lower_bound_bytes
@@ -96,7 +98,7 @@ def test_all_own_plans_are_the_whole_plan(
 def test_streams_that_are_spread_over_windows(
     source: str, target: str, smallest_part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "_SMALLEST_PART", smallest_part)
+    monkeypatch.setattr(direct, "_SMALLEST_PART", smallest_part)
     model = Model(layers=8, hidden=8, width=24, rows=32)
     case = layout_case(ParallelLayout.parse(source), ParallelLayout.parse(target), model)
     topology = Topology.of_nodes(8, 4)
@@ -106,7 +108,7 @@ def test_streams_that_are_spread_over_windows(
         bounds = PlanOptions(2 * int(staging_bytes))  # two windows are under way at a time
         plan = case.plan(topology, bounds)
         assert_well_formed(plan, bounds)
-        simulate(plan)
+        simulate_plan(plan)
         carry_out(plan, case)
         assert_own_plans_are_the_whole(case, topology, bounds)
         # Spread evenly they need few more windows than the busiest rank does.

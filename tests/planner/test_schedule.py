@@ -8,17 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps import Roster, RosterBuilder
+from tests.planner.simulator import simulate_plan
 from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case
 
 BOUNDS = st.builds(
     PlanOptions,
     staging_bytes=st.sampled_from([1, 7, 16, 64, 200, 1 << 20]),
     window_ops=st.integers(1, 5),
+    schedule=st.sampled_from(EngineSchedule),
 )
 
 
@@ -29,31 +32,6 @@ def windows(schedule: Schedule, rank: int) -> dict[int, list[int]]:
         if rank in (schedule.src[message], schedule.dst[message]):
             found[int(schedule.window[message])].append(message)
     return found
-
-
-def simulate(plan: Plan) -> int:
-    """Run all ranks as the engine does; returns the rounds it took, fails where they hang.
-
-    A rank posts the sends and receives of one window, waits until each has met its other end, and
-    only then looks at the next window.
-    """
-    schedule = plan.passes[0].schedule
-    todo = {
-        rank: [set(messages) for _, messages in sorted(windows(schedule, rank).items())]
-        for rank in range(plan.num_ranks)
-    }
-    done: set[int] = set()
-    rounds = 0
-    while any(todo.values()):
-        posted = [rank_todo[0] - done for rank_todo in todo.values() if rank_todo]
-        both_ends = {m for m in set().union(*posted) if sum(m in one for one in posted) == 2}
-        assert both_ends, f"ranks wait for each other: {posted}"
-        done |= both_ends
-        for rank, rank_todo in todo.items():
-            todo[rank] = [window for window in rank_todo if window - done]
-        rounds += 1
-    assert done == set(range(len(schedule)))
-    return rounds
 
 
 def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
@@ -86,7 +64,7 @@ def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
 def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOptions) -> None:
     plan = case.plan(options=bounds)
     assert_well_formed(plan, bounds)
-    assert simulate(plan) <= len(plan.passes[0].schedule)
+    simulate_plan(plan)
     carry_out(plan, case)
 
 
@@ -104,20 +82,21 @@ def test_bounds_change_messages_and_not_what_moves(case: Case, bounds: PlanOptio
     assert free.passes[0].schedule.num_windows <= 1
 
 
-@pytest.mark.parametrize("window_ops", [1, 2, 256])
+@pytest.mark.parametrize("kind", EngineSchedule)
+@pytest.mark.parametrize("window_ops", [1, 256])
 @pytest.mark.parametrize("staging_bytes", [64, 1_000, 1 << 20])
 @pytest.mark.parametrize(
     ("source", "target"), [("tp2-dp4", "pp4-dp2"), ("pp8", "tp2-pp2-dp2"), ("dp8", "tp4-pp2")]
 )
 def test_layout_changes_finish_within_bounds(
-    source: str, target: str, staging_bytes: int, window_ops: int
+    source: str, target: str, staging_bytes: int, window_ops: int, kind: EngineSchedule
 ) -> None:
     model = Model(layers=8, hidden=8, width=24, rows=32)
     case = layout_case(ParallelLayout.parse(source), ParallelLayout.parse(target), model)
-    bounds = PlanOptions(staging_bytes, window_ops)
+    bounds = PlanOptions(staging_bytes, window_ops, kind)
     plan = case.plan(options=bounds)
     assert_well_formed(plan, bounds)
-    simulate(plan)
+    simulate_plan(plan)
     carry_out(plan, case)
 
 
@@ -167,6 +146,8 @@ def test_the_digest_changes_with_all_that_shaped_the_plan() -> None:
         case.plan(),
         case.plan(options=PlanOptions(staging_bytes=256)),
         case.plan(options=PlanOptions(staging_bytes=256, window_ops=1)),
+        case.plan(options=PlanOptions(schedule=EngineSchedule.xor)),
+        case.plan(options=PlanOptions(schedule=EngineSchedule.auto)),
         layout_case(target, source).plan(),
         layout_case(dataclasses.replace(source, dist_opt=False), target).plan(),
         layout_case(source, ParallelLayout(tp=4)).plan(),
