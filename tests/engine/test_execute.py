@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
+from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.engine import (
     ExecutionReport,
     Fragments,
@@ -95,11 +96,12 @@ def move(
     window_ops: int = 256,
     gap: int = 0,
     hosts: Sequence[int] | None = None,
+    schedule: EngineSchedule = EngineSchedule.direct,
 ) -> Moved:
     """Plan and run a transition on threads, of which those of one host "read"."""
     source = [bind(roster, filled=True, gap=gap) for roster in case.before]
     target = [bind(roster, filled=False, gap=gap) for roster in case.after]
-    plan = case.plan(options=PlanOptions(staging_bytes=staging, window_ops=window_ops))
+    plan = case.plan(options=PlanOptions(staging, window_ops, schedule))
 
     def body(transport: Transport) -> int:
         report = execute(
@@ -131,11 +133,14 @@ def assert_within(
     st.sampled_from([1, 3, 256]),
     st.sampled_from([0, 3]),
     st.lists(st.integers(0, 2), min_size=5, max_size=5),
+    st.sampled_from(EngineSchedule),
 )
 def test_every_element_arrives(
-    case: Case, staging: int, window_ops: int, gap: int, hosts: list[int]
+    case: Case, staging: int, window_ops: int, gap: int, hosts: list[int], schedule: EngineSchedule
 ) -> None:
-    moved = move(case, staging=staging, window_ops=window_ops, gap=gap, hosts=hosts)
+    moved = move(
+        case, staging=staging, window_ops=window_ops, gap=gap, hosts=hosts, schedule=schedule
+    )
     for fragments in (*moved.source, *moved.target):
         assert_holds_its_values(fragments)
 
@@ -174,7 +179,8 @@ def test_every_element_arrives_between_processes(
             RingTransport._GIVEN = given  # type: ignore[misc]
             source = bind(case.before[transport.rank], filled=True, gap=gap)
             target = bind(case.after[transport.rank], filled=False, gap=gap)
-            plan = case.plan(options=PlanOptions(staging_bytes=staging))
+            schedule = list(EngineSchedule)[i // 4 % 4]
+            plan = case.plan(options=PlanOptions(staging, schedule=schedule))
             report = execute(plan, source, target, transport, timeout_s=20)
             assert_within(report, plan, transport.rank, staging, transport.held_bytes)
             assert_holds_its_values(target)
