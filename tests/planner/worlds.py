@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
-from dynatrain_megatron.planner.routes import Routes
+from dynatrain_megatron.planner.routes import Routes, Side
 from dynatrain_megatron.vps import (
     LogicalTensor,
     Region,
@@ -293,14 +293,18 @@ def carry_out(plan: Plan, case: Case) -> None:
     Each element is its flat index in its logical tensor, and each write is counted, so a wrong,
     missing or repeated element names itself.
     """
-    pieces = [(part, i) for _, part in plan.pieces() for i in range(len(part))]
     source = [_Storage(case.before[rank], filled=True) for rank in range(plan.num_ranks)]
     target = [_Storage(case.after[rank], filled=False) for rank in range(plan.num_ranks)]
-    for part, i in pieces:
-        tensor = plan.tensors[int(part.tensor[i])]
-        region = region_of(part, i, len(tensor.shape))
-        taken = source[int(part.src[i])].read(int(part.src_slot[i]), tensor, region)
-        target[int(part.dst[i])].write(int(part.dst_slot[i]), tensor, region, taken)
+    for side, part in plan.pieces():
+        given = source if side is Side.SOURCE else target
+        taken = []
+        for i in range(len(part)):  # all of a pass before any of it is there
+            tensor = plan.tensors[int(part.tensor[i])]
+            region = region_of(part, i, len(tensor.shape))
+            values = given[int(part.src[i])].read(int(part.src_slot[i]), tensor, region)
+            taken.append((i, tensor, region, values.copy()))
+        for i, tensor, region, values in taken:
+            target[int(part.dst[i])].write(int(part.dst_slot[i]), tensor, region, values)
     for rank, storage in enumerate(target):
         storage.check(f"rank {rank}")
 
