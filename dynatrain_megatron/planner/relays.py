@@ -28,9 +28,12 @@ from dynatrain_megatron.planner.shares import (
     Demands,
     Shares,
     bring,
+    classes_of,
     find_demands,
     in_order,
+    loads_of,
     no_shares,
+    without_choice,
 )
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, run_starts, scatter
@@ -155,7 +158,7 @@ def _worthwhile(flows: Flows, missing: Demands, teams: _Teams, topology: Topolog
     np.maximum.at(busiest, owner, receive[dst])
     np.maximum.at(busiest, owner, np.where(teams.far[owner], way_in[node[dst]], 0))
     wanted = np.zeros(len(node), dtype=np.int64)
-    np.add.at(wanted, missing.dst, _nbytes(flows, missing))
+    np.add.at(wanted, missing.dst, missing.nbytes(flows))
     need = np.zeros(len(teams), dtype=np.int64)
     np.maximum.at(need, owner, wanted[dst])
     part = (teams.size - 1) / teams.size * teams.total / np.maximum(need, 1)
@@ -173,7 +176,7 @@ def _busy_ns(
     """
     node, speeds = np.array(topology.node, dtype=np.int64), topology.speeds
     far = node[flows.sources.rank[missing.first]] != node[missing.dst]
-    time = _ns(_nbytes(flows, missing), np.where(far, speeds.far_gb_s, speeds.near_gb_s))
+    time = _ns(missing.nbytes(flows), np.where(far, speeds.far_gb_s, speeds.near_gb_s))
     receive = np.zeros(len(node), dtype=np.int64)
     np.add.at(receive, missing.dst, time)
     out, into = np.zeros((2, int(node.max()) + 1), dtype=np.int64)
@@ -197,10 +200,6 @@ def _spread(flows: Flows, demands: Demands, amount: IntArray, topology: Topology
     at, owner = ranges(first[begin], count[begin])
     np.add.at(load, flows.sources.rank[at], (total // count[begin])[owner])
     return load
-
-
-def _nbytes(flows: Flows, demands: Demands) -> IntArray:
-    return (demands.stop - demands.start) * flows.element_bytes[demands.flow]
 
 
 def _ns(nbytes: IntArray, gb_s: IntArray | float) -> IntArray:
@@ -232,7 +231,8 @@ def _chunk_bytes(
     Candidates send the first copy; the other k - 1 come from the receivers or, within a node, from
     any of both, so that the busiest sender has the least.
     """
-    load = _spread(flows, others, _nbytes(flows, others), topology)
+    whole, open_ = without_choice(flows, others)
+    _, besides = classes_of(flows, open_, topology)
     at, team = ranges(teams.first, teams.count)
     member, of_team = teams.members
     near = ~teams.far[team]
@@ -240,16 +240,18 @@ def _chunk_bytes(
     candidate = flows.sources.rank[at]
     rank = np.concatenate((candidate, candidate[near], missing.dst[member]))
     order = np.argsort(number, kind="stable")
+    near_only = np.zeros_like(teams.far)
     copies = np.stack((np.ones_like(teams.size), teams.size - 1), axis=1)
+    numbers = np.arange(2 * len(teams) + 1)
     classes = Classes(
-        np.searchsorted(number[order], np.arange(2 * len(teams) + 1)),
-        rank[order],
-        (teams.total[:, None] * copies).reshape(-1),
-        np.stack((teams.far, np.zeros_like(teams.far)), axis=1).reshape(-1),
+        np.append(np.searchsorted(number[order], numbers), besides.first[1:] + len(order)),
+        np.concatenate((rank[order], besides.rank)),
+        np.concatenate(((teams.total[:, None] * copies).reshape(-1), besides.nbytes)),
+        np.concatenate((np.stack((teams.far, near_only), axis=1).reshape(-1), besides.far)),
     )
-    out = np.zeros(max(topology.node) + 1, dtype=np.int64)
     sent = np.zeros(len(order), dtype=np.int64)
-    sent[order] = share_out(classes, load, out, topology)
+    amount = share_out(classes, *loads_of(flows, whole, topology), topology)
+    sent[order] = amount[: len(order)]
     return sent[len(number) - len(of_team) :] // (teams.size - 1)[of_team]
 
 

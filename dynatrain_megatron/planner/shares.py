@@ -66,6 +66,10 @@ class Demands:
         """The demands at ``index``, in that order."""
         return Demands(*(getattr(self, name)[index] for name in Demands.__slots__))
 
+    def nbytes(self, flows: Flows) -> IntArray:
+        """Bytes of each demand."""
+        return (self.stop - self.start) * flows.element_bytes[self.flow]
+
     def and_also(self, other: Demands) -> Demands:
         """The demands of both, one after the other."""
         return Demands(
@@ -97,14 +101,38 @@ def bring(
     flows: Flows, demands: Demands, topology: Topology, besides: Shares | None = None
 ) -> Shares:
     """Share ``demands`` out between those who may send, who also have ``besides`` to send."""
+    whole, open_ = without_choice(flows, demands)
+    if not len(open_):
+        return in_order(whole, topology)
+    known = whole if besides is None else _both(whole, besides)
+    return in_order(_both(whole, _shared_out(flows, open_, known, topology)), topology)
+
+
+def without_choice(flows: Flows, demands: Demands) -> tuple[Shares, Demands]:
+    """(shares of the demands that one rank alone may send, the other demands)."""
     fixed = demands.count == 1
     one = demands.take(fixed)
     whole = Shares(one.flow, flows.sources.rank[one.first], one.dst, one.start, one.stop)
-    if fixed.all():
-        return in_order(whole, topology)
-    known = whole if besides is None else _both(whole, besides)
-    return in_order(
-        _both(whole, _shared_out(flows, demands.take(~fixed), known, topology)), topology
+    return whole, demands.take(~fixed)
+
+
+def classes_of(flows: Flows, demands: Demands, topology: Topology) -> tuple[Demands, Classes]:
+    """(the demands in order of their class, the classes).
+
+    Receiver by receiver in each, so that few pairs of ranks come of it.
+    """
+    node = np.array(topology.node, dtype=np.int64)
+    far = node[flows.sources.rank[demands.first]] != node[demands.dst]
+    order = np.lexsort((demands.flow, demands.dst, far, demands.count, demands.first))
+    demands, far = demands.take(order), far[order]
+    begin = np.nonzero(run_starts(demands.first, demands.count, far))[0]
+    at, _ = ranges(demands.first[begin], demands.count[begin])
+    nbytes = demands.nbytes(flows)
+    return demands, Classes(
+        np.concatenate(([0], np.cumsum(demands.count[begin]))),
+        flows.sources.rank[at],
+        np.add.reduceat(nbytes, begin) if len(begin) else nbytes,
+        far[begin],
     )
 
 
@@ -170,20 +198,9 @@ def _candidates(
 
 def _shared_out(flows: Flows, demands: Demands, known: Shares, topology: Topology) -> Shares:
     """Cut the streams of ``demands`` between candidates, who send what is ``known`` anyway."""
-    node = np.array(topology.node, dtype=np.int64)
-    far = node[flows.sources.rank[demands.first]] != node[demands.dst]
-    # Receiver by receiver, so that few pairs of ranks come of it.
-    order = np.lexsort((demands.flow, demands.dst, far, demands.count, demands.first))
-    demands, far = demands.take(order), far[order]
-    flow, first, count = demands.flow, demands.first, demands.count
-    begin = np.nonzero(run_starts(first, count, far))[0]
-    nbytes = (demands.stop - demands.start) * flows.element_bytes[flow]
-    at, _ = ranges(first[begin], count[begin])
-    bounds = np.concatenate(([0], np.cumsum(count[begin])))
-    rank = flows.sources.rank[at]
-    total = np.add.reduceat(nbytes, begin) if len(begin) else np.zeros(0, dtype=np.int64)
-    classes = Classes(bounds, rank, total, far[begin])
-    amount = share_out(classes, *_loads(flows, known, node), topology)
+    demands, classes = classes_of(flows, demands, topology)
+    nbytes, rank = demands.nbytes(flows), classes.rank
+    amount = share_out(classes, *loads_of(flows, known, topology), topology)
     # Demands and candidates lie one after the other on the same line of bytes; wherever either
     # ends a share ends, at the beginning of the element there.
     wanted, given = np.cumsum(nbytes), np.cumsum(amount)
@@ -191,15 +208,16 @@ def _shared_out(flows: Flows, demands: Demands, known: Shares, topology: Topolog
     begin_of = wanted - nbytes
     low, high = cuts[:-1], cuts[1:]
     demand = np.searchsorted(wanted, low, side="right")
-    size = flows.element_bytes[flow[demand]]
+    size = flows.element_bytes[demands.flow[demand]]
     source = rank[np.searchsorted(given, low, side="right")]
     start, stop = (demands.start[demand] + (at - begin_of[demand]) // size for at in (low, high))
     some = start < stop
-    return Shares(flow[demand], source, demands.dst[demand], start, stop).take(some)
+    return Shares(demands.flow[demand], source, demands.dst[demand], start, stop).take(some)
 
 
-def _loads(flows: Flows, shares: Shares, node: IntArray) -> tuple[IntArray, IntArray]:
+def loads_of(flows: Flows, shares: Shares, topology: Topology) -> tuple[IntArray, IntArray]:
     """Bytes that each rank sends, and that leave each node, [num_ranks] and [num_nodes]."""
+    node = np.array(topology.node, dtype=np.int64)
     nbytes = shares.numel * flows.element_bytes[shares.flow]
     nbytes[shares.src == shares.dst] = 0
     load, out = (np.zeros(size, dtype=np.int64) for size in (len(node), int(node.max()) + 1))
