@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
+from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology, make_plan
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps import Roster, RosterBuilder
-from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case
+from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case, shared_cases
 
 BOUNDS = st.builds(
     PlanOptions,
@@ -35,11 +35,14 @@ def simulate(plan: Plan) -> int:
     """Run all ranks as the engine does; returns the rounds it took, fails where they hang.
 
     A rank posts the sends and receives of one window, waits until each has met its other end, and
-    only then looks at the next window.
+    only then looks at the next window; after the last one of a pass comes the first of the next.
     """
-    schedule = plan.passes[0].schedule
-    todo = {
-        rank: [set(messages) for _, messages in sorted(windows(schedule, rank).items())]
+    todo: dict[int, list[set[int]]] = {
+        rank: [
+            {int(each.schedule.operation[m]) for m in messages}
+            for each in plan.passes
+            for _, messages in sorted(windows(each.schedule, rank).items())
+        ]
         for rank in range(plan.num_ranks)
     }
     done: set[int] = set()
@@ -52,12 +55,17 @@ def simulate(plan: Plan) -> int:
         for rank, rank_todo in todo.items():
             todo[rank] = [window for window in rank_todo if window - done]
         rounds += 1
-    assert done == set(range(len(schedule)))
+    assert len(done) == plan.num_operations
     return rounds
 
 
 def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
-    schedule, sizes = plan.passes[0].schedule, np.array([t.element_bytes for t in plan.tensors])
+    for each in plan.passes:
+        _assert_well_formed(plan, each.schedule, bounds)
+
+
+def _assert_well_formed(plan: Plan, schedule: Schedule, bounds: PlanOptions) -> None:
+    sizes = np.array([t.element_bytes for t in plan.tensors])
     assert schedule.first_piece[0] == 0 and schedule.first_piece[-1] == len(schedule.pieces)
     for message in range(len(schedule)):
         pieces = schedule.pieces_of(message)
@@ -86,7 +94,19 @@ def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
 def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOptions) -> None:
     plan = case.plan(options=bounds)
     assert_well_formed(plan, bounds)
-    assert simulate(plan) <= len(plan.passes[0].schedule)
+    assert simulate(plan) <= plan.num_operations
+    carry_out(plan, case)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shared_cases(), st.lists(st.integers(0, 1), min_size=6, max_size=6), BOUNDS)
+def test_relays_are_well_formed_bounded_and_finish(
+    case: Case, nodes: list[int], bounds: PlanOptions
+) -> None:
+    topology = Topology(tuple(nodes[: len(case.before)]), None, Speeds(operation_s=0))
+    plan = case.plan(topology, bounds)
+    assert_well_formed(plan, bounds)
+    assert simulate(plan) <= plan.num_operations
     carry_out(plan, case)
 
 
