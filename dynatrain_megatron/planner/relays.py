@@ -252,7 +252,11 @@ def _chunk_bytes(
     sent = np.zeros(len(order), dtype=np.int64)
     amount = share_out(classes, *loads_of(flows, whole, topology), topology)
     sent[order] = amount[: len(order)]
-    return sent[len(number) - len(of_team) :] // (teams.size - 1)[of_team]
+    chunk = sent[len(number) - len(of_team) :] // (teams.size - 1)[of_team]
+    rest = teams.total
+    np.subtract.at(rest, of_team, chunk)
+    chunk[np.cumsum(teams.size) - 1] += np.where(teams.far, rest, 0)  # what division left
+    return chunk
 
 
 def _cut(flows: Flows, missing: Demands, teams: _Teams, nbytes: IntArray) -> _Chunks:
