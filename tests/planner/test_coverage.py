@@ -82,7 +82,7 @@ def test_the_laws_hold_for_random_layouts(case: Case) -> None:
     assert_laws(case)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     shared_cases(),
     st.lists(st.integers(0, 2), min_size=6, max_size=6),
@@ -262,7 +262,7 @@ def test_what_its_holders_send_in_time_is_not_relayed() -> None:
     assert len(case.plan(Topology((0,) * 4, None, Speeds(operation_s=0))).passes) == 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shared_cases(), st.lists(st.integers(0, 1), min_size=6, max_size=6))
 def test_an_element_crosses_into_a_node_once(case: Case, nodes: list[int]) -> None:
     source, target = case.source, case.target
