@@ -47,6 +47,16 @@ class EngineSchedule(StrEnum):
     auto = "auto"
 
 
+class EnginePromote(StrEnum):
+    """Whether what several ranks of a node lack is relayed: scattered, then gathered by them all.
+
+    ``auto``: where that is predicted to be faster. ``off``: every rank gets all from its holders.
+    """
+
+    auto = "auto"
+    off = "off"
+
+
 class EngineTransport(StrEnum):
     """How bytes get from rank to rank.
 
@@ -90,6 +100,7 @@ class EngineConfig:
     """Upper limit of staging memory a rank, MiB."""
     window_ops: int = 256
     """Messages a rank sends and receives in one window; two windows are under way at a time."""
+    promote: EnginePromote = EnginePromote.auto
     verify: Verify = Verify.fingerprint
     check_replicas: bool = False
     """Whether what several ranks hold is compared first; a switch is refused where it differs."""
@@ -189,6 +200,7 @@ _ALLOWED = {
     "engine.placement": _one_of(EnginePlacement),
     "engine.staging_mib": f"{_COUNT} (MiB)",
     "engine.window_ops": _COUNT,
+    "engine.promote": _one_of(EnginePromote),
     "engine.verify": _one_of(Verify),
     "engine.check_replicas": "true or false",
     "engine.timeout_s": "a number above 0 (seconds)",

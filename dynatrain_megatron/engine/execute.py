@@ -26,8 +26,8 @@ import torch
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
 from dynatrain_megatron.engine.transport import Message, Transfer, Transport
-from dynatrain_megatron.planner.plan import Pass, Plan, Side
-from dynatrain_megatron.planner.routes import Routes
+from dynatrain_megatron.planner.plan import Pass, Plan
+from dynatrain_megatron.planner.routes import Routes, Side
 
 
 @dataclass(frozen=True, slots=True)

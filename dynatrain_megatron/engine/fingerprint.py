@@ -23,8 +23,8 @@ import torch
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.transport import Transport
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.planner.plan import Plan, Side
-from dynatrain_megatron.planner.routes import unique_cover
+from dynatrain_megatron.planner.plan import Plan
+from dynatrain_megatron.planner.routes import Side, unique_cover
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
 

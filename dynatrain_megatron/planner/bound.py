@@ -1,12 +1,20 @@
 """How little the busiest rank and node could send: a linear program over all choices.
 
 For judging plans, not for making them. Needs scipy (``pip install dynatrain-megatron[bound]``).
+
+What is free in it: every rank gets what it lacks from any mix of its nearest holders. With relays,
+where several receivers of one node lack the same, one copy comes from these holders, and the others
+from any mix of the receivers and, if they are in the same node, of the holders. Bytes may be cut
+anywhere; all passes count together, so a plan whose second pass has to wait for the first can be
+slower than its load says. What arrives is not free: a rank receives what it lacks, and a node each
+element that none of its ranks holds, with relays once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,93 +26,119 @@ from dynatrain_megatron.vps.roster import RosterSet
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Bytes of the busiest sender, of the busiest way out of a node, and what counts of both.
+    """Bytes of the busiest sender, of the busiest way out of a node, and what counts.
 
-    ``time`` is in bytes at the speed of one rank: a node's way out is ``node_width`` times as fast.
+    ``sending`` is the larger of both and ``arriving`` that of the busiest receiver and the busiest
+    way into a node, in bytes at the speed of one rank: a node's way is ``node_width`` times as
+    fast, or no limit at all.
     """
 
     sender: float
     node: float
-    time: float
+    sending: float
+    arriving: float
+
+    @property
+    def time(self) -> float:
+        """What takes longest, in bytes at the speed of one rank."""
+        return max(self.sending, self.arriving)
 
 
 def load_of(plan: Plan, topology: Topology) -> Load:
     """What a plan makes of it."""
-    node = np.array(topology.node)
-    out = np.zeros(int(node.max()) + 1)
+    node, width = np.array(topology.node), topology.node_width or np.inf
+    out, into = np.zeros((2, int(node.max()) + 1))
     for links in (each.links for each in plan.passes):
         far = node[links.src] != node[links.dst]
         np.add.at(out, node[links.src[far]], links.nbytes[far])
+        np.add.at(into, node[links.dst[far]], links.nbytes[far])
     sender, way_out = float(plan.sent_bytes.max()), float(out.max())
-    return Load(sender, way_out, max(sender, way_out / (topology.node_width or np.inf)))
+    return Load(
+        sender,
+        way_out,
+        max(sender, way_out / width),
+        max(float(plan.received_bytes.max()), float(into.max()) / width),
+    )
 
 
-def least_load(source: RosterSet, target: RosterSet, topology: Topology) -> tuple[Load, float]:
-    """(the least of each figure by itself, the part of the moved bytes that has a choice).
-
-    Everything comes from a nearest holder, as in a plan.
-    """
+def least_load(
+    source: RosterSet, target: RosterSet, topology: Topology, *, relay: bool = False
+) -> tuple[Load, float]:
+    """(the least of each figure by itself, the part of the moved bytes that has a choice)."""
     from scipy.optimize import linprog
 
-    demands, fixed = _demands(source, target, topology)
-    choices = [(demand, rank, ranks) for demand, (ranks, _) in enumerate(demands) for rank in ranks]
-    senders = {rank: i for i, rank in enumerate(range(len(topology.node)))}
-    num_ranks, num_nodes = len(senders), max(topology.node) + 1
-    # Bytes over candidates add up to the demand; loads stay below the last variable.
-    equal = np.zeros((len(demands), len(choices) + 1))
-    rank_load = np.zeros((num_ranks, len(choices) + 1))
-    node_load = np.zeros((num_nodes, len(choices) + 1))
-    amounts = list(demands)
-    for column, (demand, rank, _) in enumerate(choices):
-        equal[demand, column] = 1
-        rank_load[rank, column] = 1
-        if amounts[demand][1]:
-            node_load[topology.node[rank], column] = 1
-    total = np.array([demands[key] for key in demands], dtype=float)
-    scale = max(1.0, float(total.max(initial=0)), float(fixed.sender.max(initial=0)))
+    groups, nbytes = _groups(source, target, topology, relay)
+    # Variables: what each sender of each group sends to its receivers, and the highest load.
+    choices = [
+        (number, rank, rank not in group.holders)
+        for number, group in enumerate(groups)
+        for rank in group.senders
+    ]
+    num_ranks, num_nodes, last = len(topology.node), max(topology.node) + 1, len(choices)
+    equal, passed_on = np.zeros((2, len(groups), last + 1))
+    by_rank, by_node = (np.zeros((size, last + 1)) for size in (num_ranks, num_nodes))
+    received, into = np.zeros(num_ranks), np.zeros(num_nodes)
+    for column, (number, rank, is_relay) in enumerate(choices):
+        equal[number, column] = by_rank[rank, column] = 1
+        passed_on[number, column] = is_relay
+        by_node[topology.node[rank], column] = groups[number].far and not is_relay
+    for group, amount in zip(groups, nbytes, strict=True):
+        received[list(group.receivers)] += amount
+        into[topology.node[group.receivers[0]]] += amount * group.crossings
+    copies = np.array([len(group.receivers) for group in groups], dtype=float)
+    crossings = np.array([group.crossings for group in groups], dtype=float)
+    scale = max(1.0, float(nbytes.max(initial=0)))
 
-    def least(rows: list[tuple[np.ndarray, np.ndarray, float]]) -> float:
-        upper = [
-            np.column_stack((load[:, :-1], np.full(len(load), -width))) for load, _, width in rows
-        ]
-        goal = np.zeros(len(choices) + 1)
-        goal[-1] = 1
+    def least(*bounded: tuple[np.ndarray, float]) -> float:
+        """The least highest load of ranks, of nodes, or of both."""
+        if not groups:
+            return 0.0
+        upper = [np.column_stack((load[:, :-1], np.full(len(load), -w))) for load, w in bounded]
+        most = np.concatenate((np.zeros(sum(map(len, upper))), (copies - 1) * nbytes / scale))
+        far = np.array([group.far for group in groups])
         found = linprog(
-            goal,
-            A_ub=np.concatenate(upper),
-            b_ub=-np.concatenate([base for _, base, _ in rows]) / scale,
-            A_eq=equal if len(demands) else None,
-            b_eq=total / scale if len(demands) else None,
+            np.append(np.zeros(last), 1),
+            A_ub=np.concatenate((*upper, passed_on)),
+            b_ub=most,
+            A_eq=np.concatenate((equal, (equal - passed_on)[far])),
+            b_eq=np.concatenate((copies * nbytes, (crossings * nbytes)[far])) / scale,
         )
         assert found.success, found.message
         return float(found.fun * scale)
 
-    by_rank, by_node = (rank_load, fixed.sender, 1.0), (node_load, fixed.node, 1.0)
-    sender, node = least([by_rank]), least([by_node])
     width = topology.node_width
-    time = sender if width is None else least([by_rank, (node_load, fixed.node, float(width))])
-    moved = total.sum() + fixed.sender.sum()
-    return Load(sender, node, time), float(total.sum() / max(moved, 1))
+    sender, node = least((by_rank, 1.0)), least((by_node, 1.0))
+    sending = sender if width is None else least((by_rank, 1.0), (by_node, float(width)))
+    arriving = max(float(received.max()), float(into.max()) / (width or np.inf))
+    moved = copies * nbytes
+    chosen = moved[[len(group.senders) > 1 for group in groups]].sum()
+    return Load(sender, node, sending, arriving), float(chosen / max(moved.sum(), 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fixed:
-    """Bytes that have one holder only, by sender and by node they leave."""
+class _Group(NamedTuple):
+    """Ranks of one node that lack the same, the nearest who hold it, and all who may send it."""
 
-    sender: np.ndarray
-    node: np.ndarray
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    senders: tuple[int, ...]
+    far: bool
+
+    @property
+    def crossings(self) -> int:
+        """How often what they lack enters their node."""
+        if not self.far:
+            return 0
+        return len(self.receivers) if self.senders == self.holders else 1
 
 
-def _demands(
-    source: RosterSet, target: RosterSet, topology: Topology
-) -> tuple[dict[tuple[tuple[int, ...], bool], int], _Fixed]:
-    """Bytes by (candidates, whether they leave the node), and those without a choice."""
+def _groups(
+    source: RosterSet, target: RosterSet, topology: Topology, relay: bool
+) -> tuple[list[_Group], np.ndarray]:
+    """(groups, bytes that each of their receivers lacks)."""
     flows = find_flows(source, target, topology)
     node = topology.node
-    demands: dict[tuple[tuple[int, ...], bool], int] = defaultdict(int)
-    fixed = _Fixed(np.zeros(len(node)), np.zeros(max(node) + 1))
-    nbytes = (flows.numel * flows.element_bytes).tolist()
-    for flow in range(len(flows)):
+    found: dict[_Group, int] = defaultdict(int)
+    for flow, nbytes in enumerate((flows.numel * flows.element_bytes).tolist()):
         holders, wanters = (
             sets.rank[sets.first[i] : sets.first[i + 1]].tolist()
             for sets, i in (
@@ -112,15 +146,11 @@ def _demands(
                 (flows.targets, flows.wanters[flow]),
             )
         )
-        for wanter in wanters:
-            if wanter in holders:
-                continue
-            near = [rank for rank in holders if node[rank] == node[wanter]]
-            chosen = near or holders
-            if len(chosen) > 1:
-                demands[tuple(chosen), not near] += nbytes[flow]
-                continue
-            fixed.sender[chosen[0]] += nbytes[flow]
-            if not near:
-                fixed.node[node[chosen[0]]] += nbytes[flow]
-    return demands, fixed
+        lacking = [rank for rank in wanters if rank not in holders]
+        for place in sorted({node[rank] for rank in lacking}):
+            near = [rank for rank in holders if node[rank] == place]
+            nearest = tuple(near or holders)
+            receivers = tuple(rank for rank in lacking if node[rank] == place)
+            passing = receivers if relay and len(receivers) > 1 else ()
+            found[_Group(nearest, receivers, nearest + passing, not near)] += nbytes
+    return list(found), np.array(list(found.values()), dtype=float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,30 +23,77 @@ from dynatrain_megatron.vps.roster import RosterSet
 
 
 def check_coverage(
-    routes: Routes, source: RosterSet, target: RosterSet, rank: int | None = None
+    routes: Routes,
+    source: RosterSet,
+    target: RosterSet,
+    rank: int | None = None,
+    *,
+    relays: Sequence[Routes] = (),
 ) -> None:
-    """Every element of every target fragment is written exactly once, by a rank that holds it.
+    """Every element of every target fragment is written exactly once, by a rank that has it then.
 
-    With ``rank`` this is proven of the fragments of that rank. Raises :class:`TransitionError`
-    naming the tensor, region and ranks of the first piece that breaks the law.
+    ``routes`` come from fragments of the source. ``relays`` follow, pass by pass, and come from
+    fragments of the target: each of their pieces must lie in what its sender got before. With
+    ``rank`` this is proven of the fragments of that rank, and of the relays that it sends. Raises
+    :class:`TransitionError` naming the tensor, region and ranks of the first piece that breaks the
+    law.
     """
-    fragments = [
-        _rows_at(source, routes.src, routes.src_slot),
-        _rows_at(target, routes.dst, routes.dst_slot),
-    ]
-    for side, rosters, row in zip(("source", "target"), (source, target), fragments, strict=True):
-        rows = rosters.rows
-        inside = rows.tensor[row] == routes.tensor
-        for dim in range(routes.start.shape[1]):
-            inside &= rows.start[row, dim] <= routes.start[:, dim]
-            inside &= rows.stop[row, dim] >= routes.stop[:, dim]
-        if not inside.all():
-            worst = int(np.argmin(inside))
-            raise TransitionError(f"{_piece(routes, target, worst)} is outside its {side} fragment")
-    _check_written_once(routes, fragments[1], target, rank)
+    _check_inside(routes, routes.src, routes.src_slot, source, target, "source")
+    for relay in relays:
+        _check_inside(relay, relay.src, relay.src_slot, target, target, "sender's target")
+        sent = np.arange(len(relay)) if rank is None else np.nonzero(relay.src == rank)[0]
+        _check_there_before(relay.take(sent), routes, target)
+        routes = routes.and_also(relay)
+    _check_inside(routes, routes.dst, routes.dst_slot, target, target, "target")
+    _check_written_once(routes, target, rank)
 
 
-def _check_written_once(routes: Routes, row: IntArray, target: RosterSet, rank: int | None) -> None:
+def _check_inside(
+    routes: Routes,
+    rank: IntArray,
+    slot: IntArray,
+    rosters: RosterSet,
+    target: RosterSet,
+    side: str,
+) -> None:
+    """Every piece lies in the fragment ``slot`` of ``rank``."""
+    rows, row = rosters.rows, rosters.rows_of_kind[rosters.kind_of_rank[rank]] + slot
+    inside = rows.tensor[row] == routes.tensor
+    for dim in range(routes.start.shape[1]):
+        inside &= rows.start[row, dim] <= routes.start[:, dim]
+        inside &= rows.stop[row, dim] >= routes.stop[:, dim]
+    if not inside.all():
+        worst = int(np.argmin(inside))
+        raise TransitionError(f"{_piece(routes, target, worst)} is outside its {side} fragment")
+
+
+def _check_there_before(relay: Routes, before: Routes, target: RosterSet) -> None:
+    """What the pieces of ``before`` brought to the fragments that these come from adds up to them.
+
+    Nothing is brought twice; see :func:`_check_written_once`.
+    """
+    slots = int(target.num_rows.max(initial=0)) + 1
+    fragments, group = np.unique(relay.src * slots + relay.src_slot, return_inverse=True)
+    key = before.dst * slots + before.dst_slot
+    place = np.searchsorted(fragments, key)
+    place[place == len(fragments)] = 0
+    known = fragments[place] == key if len(fragments) else np.zeros(len(key), dtype=np.bool_)
+    there = before.take(known)
+    have = _Fragments(place[known], there.tensor, there.start, there.stop)
+    need = _Fragments(group.reshape(-1), relay.tensor, relay.start, relay.stop)
+    _, j, common = _common(target, have, need)
+    got = np.zeros(len(relay), dtype=np.int64)
+    np.add.at(got, j, common)
+    short = np.nonzero(got < relay.numel)[0]
+    if len(short):
+        worst = int(short[0])
+        raise TransitionError(
+            f"{_piece(relay, target, worst)} is sent on when its sender has got "
+            f"{int(got[worst])} of its {int(relay.numel[worst])} elements"
+        )
+
+
+def _check_written_once(routes: Routes, target: RosterSet, rank: int | None) -> None:
     """Volumes and measures of the pieces add up to those of each fragment."""
     ranks = np.arange(target.num_ranks) if rank is None else np.array([rank])
     count = np.zeros(target.num_ranks, dtype=np.int64)
@@ -175,11 +223,6 @@ def _held_once(rosters: RosterSet, held: _Fragments) -> _Fragments:
         np.array([part.start for _, _, part in parts]),
         np.array([part.stop for _, _, part in parts]),
     )
-
-
-def _rows_at(rosters: RosterSet, rank: IntArray, slot: IntArray) -> IntArray:
-    """Where in ``rosters.rows`` these fragments are."""
-    return rosters.rows_of_kind[rosters.kind_of_rank[rank]] + slot
 
 
 def _piece(routes: Routes, target: RosterSet, i: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
@@ -13,16 +12,17 @@ from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.planner.cells import grouped_order
 from dynatrain_megatron.planner.checks import check_coverage, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
-from dynatrain_megatron.planner.routes import Routes, pieces_of
+from dynatrain_megatron.planner.relays import choose_relayed_shares
+from dynatrain_megatron.planner.routes import Routes, Side, pieces_of
 from dynatrain_megatron.planner.schedule import Links, Messages, Schedule, links_of
-from dynatrain_megatron.planner.shares import Shares, choose_shares
+from dynatrain_megatron.planner.shares import Shares, choose_shares, no_shares
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.planner.windows import place_messages
 from dynatrain_megatron.vps.boxes import IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
-_ALGORITHM = b"2"
+_ALGORITHM = b"4"
 """Changed with everything that may change a plan, so that ranks with other code are found out."""
 
 
@@ -30,19 +30,14 @@ _ALGORITHM = b"2"
 class PlanOptions:
     """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations.
 
-    ``schedule`` says how messages are placed into windows.
+    ``schedule`` says how messages are placed into windows. With ``relay`` what several ranks of a
+    node want is relayed where that should be faster.
     """
 
     staging_bytes: int = 256 << 20
     window_ops: int = 256
     schedule: EngineSchedule = EngineSchedule.direct
-
-
-class Side(StrEnum):
-    """Whose fragments a sender takes from: those of the source, or of the target."""
-
-    SOURCE = "source"
-    TARGET = "target"
+    relay: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +168,55 @@ def make_plan(
     coverage proof fails.
     """
     flows = find_flows(source, target, topology)
-    shares = choose_shares(flows, topology)
+    if options.relay:
+        brought, relayed = choose_relayed_shares(flows, topology)
+    else:
+        brought, relayed = choose_shares(flows, topology), no_shares()
+    first, messages = _make_pass(
+        flows, brought, Side.SOURCE, source, target, topology, options, rank
+    )
+    made = [(first, messages)]
+    if len(relayed):
+        before = int(messages.count.max(initial=0)) * len(first.links)
+        made.append(
+            _make_pass(flows, relayed, Side.TARGET, source, target, topology, options, rank, before)
+        )
+    kept = brought.src == brought.dst
+    retained = _by_rank(
+        brought.dst[kept],
+        (brought.numel * flows.element_bytes[brought.flow])[kept],
+        target.num_ranks,
+    )
+    check_coverage(
+        first.schedule.pieces.and_also(first.schedule.retained),
+        source,
+        target,
+        rank,
+        relays=[each.schedule.pieces for each, _ in made[1:]],
+    )
+    return Plan(
+        target.tensors,
+        target.num_ranks,
+        rank,
+        tuple(each for each, _ in made),
+        retained,
+        lower_bound_bytes(source, target, rank),
+        _digest(source, target, topology, options, made),
+    )
+
+
+def _make_pass(
+    flows: Flows,
+    shares: Shares,
+    side: Side,
+    source: RosterSet,
+    target: RosterSet,
+    topology: Topology,
+    options: PlanOptions,
+    rank: int | None,
+    first_operation: int = 0,
+) -> tuple[Pass, Messages]:
+    """The pass that moves and keeps ``shares``, and the messages of all ranks in it."""
     links, link = links_of(flows, shares)
     windows = place_messages(
         links,
@@ -183,16 +226,11 @@ def make_plan(
         window_ops=options.window_ops,
     )
     messages = windows.messages
-    kept = link < 0
-    retained = _by_rank(
-        shares.dst[kept],
-        (shares.numel * flows.element_bytes[shares.flow])[kept],
-        target.num_ranks,
+    schedule = _schedule(
+        flows, shares, side, link, links, messages, source, target, rank, first_operation
     )
-    schedule = _schedule(flows, shares, link, links, messages, source, target, rank)
-    check_coverage(schedule.pieces.and_also(schedule.retained), source, target, rank)
-    only = Pass(
-        Side.SOURCE,
+    made = Pass(
+        side,
         links,
         schedule,
         len(messages),
@@ -200,26 +238,20 @@ def make_plan(
         windows.schedule,
         windows.predicted_s,
     )
-    return Plan(
-        target.tensors,
-        target.num_ranks,
-        rank,
-        (only,),
-        retained,
-        lower_bound_bytes(source, target, rank),
-        _digest(source, target, topology, options, links, messages),
-    )
+    return made, messages
 
 
 def _schedule(
     flows: Flows,
     shares: Shares,
+    side: Side,
     link: IntArray,
     links: Links,
     messages: Messages,
     source: RosterSet,
     target: RosterSet,
     rank: int | None,
+    first_operation: int,
 ) -> Schedule:
     """Pieces and messages of all ranks, or of one; ``link`` is the one each share belongs to."""
     moved, kept, sent = link >= 0, link < 0, np.ones(len(links), dtype=np.bool_)
@@ -229,9 +261,9 @@ def _schedule(
         sent = (links.src == rank) | (links.dst == rank)
     own_link, part, window = messages.of_links(np.nonzero(sent)[0])
     pieces, share, piece_part = pieces_of(
-        flows, shares.take(moved), source, target, messages.steps[link[moved]]
+        flows, shares.take(moved), source, target, messages.steps[link[moved]], side
     )
-    retained, _, _ = pieces_of(flows, shares.take(kept), source, target)
+    retained, _, _ = pieces_of(flows, shares.take(kept), source, target, takes_from=side)
     # Messages are in order of link and part, and so are pieces: bring both into that of windows.
     turn = (links.dst - links.src)[own_link] % target.num_ranks
     order = np.lexsort((part, links.src[own_link], turn, window))
@@ -246,7 +278,7 @@ def _schedule(
     nbytes = np.zeros(len(order), dtype=np.int64)
     np.add.at(nbytes, message, pieces.numel * target.element_bytes[pieces.tensor])
     return Schedule(
-        part * len(links) + own_link,
+        first_operation + part * len(links) + own_link,
         links.src[own_link],
         links.dst[own_link],
         window,
@@ -268,13 +300,13 @@ def _digest(
     target: RosterSet,
     topology: Topology,
     options: PlanOptions,
-    links: Links,
-    messages: Messages,
+    passes: list[tuple[Pass, Messages]],
 ) -> str:
     """Of the inputs, and of all that every rank worked out of them."""
     inputs = (source.digest(), target.digest(), topology, options)
     state = hashlib.sha256(_ALGORITHM + repr(inputs).encode())
-    for columns in (links, messages):
-        for name in columns.__slots__:
-            state.update(np.ascontiguousarray(getattr(columns, name), dtype="<i8"))
+    for each, messages in passes:
+        for columns in (each.links, messages):
+            for name in columns.__slots__:
+                state.update(np.ascontiguousarray(getattr(columns, name), dtype="<i8"))
     return state.hexdigest()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 
@@ -30,6 +31,13 @@ from dynatrain_megatron.vps.boxes import (
     volumes,
 )
 from dynatrain_megatron.vps.roster import RosterSet
+
+
+class Side(StrEnum):
+    """Whose fragments a sender takes from: those of the source, or of the target."""
+
+    SOURCE = "source"
+    TARGET = "target"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +144,11 @@ def pieces_of(
     source: RosterSet,
     target: RosterSet,
     steps: IntArray | None = None,
+    takes_from: Side = Side.SOURCE,
 ) -> tuple[Routes, IntArray, IntArray]:
     """The pieces of ``shares`` in order, and for each its share and the part that it is in.
+
+    All wanters of an item have the same box, so a relay finds it in its target's fragment of that.
 
     The shares of a pair of ranks follow one another and are its stream. With ``steps`` [shares] it
     is cut into parts of so many elements, and every piece lies in one of them.
@@ -156,11 +167,15 @@ def pieces_of(
     owner, start, stop = flat_parts(flows.start[item], flows.stop[item], low, high)
     share, item, part = share[owner], item[owner], part[owner]
     src, dst, cell, box = shares.src[share], shares.dst[share], flows.cell[item], flows.box[item]
+    if takes_from is Side.SOURCE:
+        src_slot = flows.cells.slots(cell, source.kind_of_rank[src])
+    else:
+        src_slot = flows.boxes.slots(box, target.kind_of_rank[src])
     pieces = Routes(
         flows.cells.tensor[cell],
         src,
         dst,
-        flows.cells.slots(cell, source.kind_of_rank[src]),
+        src_slot,
         flows.boxes.slots(box, target.kind_of_rank[dst]),
         start,
         stop,

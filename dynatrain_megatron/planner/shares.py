@@ -45,25 +45,95 @@ class Shares:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Demands:
+    """Elements ``start[i] … stop[i] - 1`` of flow ``flow[i]`` are to come to ``dst[i]``.
+
+    Any of the ``count[i]`` ranks from ``first[i]`` on in ``flows.sources.rank`` may send them.
+    """
+
+    flow: IntArray
+    dst: IntArray
+    start: IntArray
+    stop: IntArray
+    first: IntArray
+    count: IntArray
+
+    def __len__(self) -> int:
+        return len(self.flow)
+
+    def take(self, index: IntArray | BoolArray) -> Demands:
+        """The demands at ``index``, in that order."""
+        return Demands(*(getattr(self, name)[index] for name in Demands.__slots__))
+
+    def nbytes(self, flows: Flows) -> IntArray:
+        """Bytes of each demand."""
+        return (self.stop - self.start) * flows.element_bytes[self.flow]
+
+    def and_also(self, other: Demands) -> Demands:
+        """The demands of both, one after the other."""
+        return Demands(
+            *(np.concatenate((getattr(self, n), getattr(other, n))) for n in Demands.__slots__)
+        )
+
+
 def choose_shares(flows: Flows, topology: Topology) -> Shares:
     """Let every wanter have its flows.
 
     What the wanter holds itself is kept. Everything else comes from the nearest holders (same node
     first), shared out between equally near ones so that the busiest sender has the least.
     """
+    return bring(flows, find_demands(flows, topology), topology)
+
+
+def find_demands(flows: Flows, topology: Topology) -> Demands:
+    """Whole flows, from the wanter itself or else from the nearest holders.
+
+    In order of flow, and of the wanter's node.
+    """
     flow, at = _expand(flows.wanters, flows.targets)
     dst = flows.targets.rank[at]
     first, count = _candidates(flows, flow, dst, topology)
-    src = flows.sources.rank[first]
-    fixed = count == 1
-    whole = Shares(flow, src, dst, np.zeros_like(flow), flows.numel[flow]).take(fixed)
-    if fixed.all():
-        return _in_order(whole, len(topology.node))
-    open_ = ~fixed
-    shared = _shared_out(
-        flows, flow[open_], dst[open_], first[open_], count[open_], whole, topology
+    return Demands(flow, dst, np.zeros_like(flow), flows.numel[flow], first, count)
+
+
+def bring(
+    flows: Flows, demands: Demands, topology: Topology, besides: Shares | None = None
+) -> Shares:
+    """Share ``demands`` out between those who may send, who also have ``besides`` to send."""
+    whole, open_ = without_choice(flows, demands)
+    if not len(open_):
+        return in_order(whole, topology)
+    known = whole if besides is None else _both(whole, besides)
+    return in_order(_both(whole, _shared_out(flows, open_, known, topology)), topology)
+
+
+def without_choice(flows: Flows, demands: Demands) -> tuple[Shares, Demands]:
+    """(shares of the demands that one rank alone may send, the other demands)."""
+    fixed = demands.count == 1
+    one = demands.take(fixed)
+    whole = Shares(one.flow, flows.sources.rank[one.first], one.dst, one.start, one.stop)
+    return whole, demands.take(~fixed)
+
+
+def classes_of(flows: Flows, demands: Demands, topology: Topology) -> tuple[Demands, Classes]:
+    """(the demands in order of their class, the classes).
+
+    Receiver by receiver in each, so that few pairs of ranks come of it.
+    """
+    node = np.array(topology.node, dtype=np.int64)
+    far = node[flows.sources.rank[demands.first]] != node[demands.dst]
+    order = np.lexsort((demands.flow, demands.dst, far, demands.count, demands.first))
+    demands, far = demands.take(order), far[order]
+    begin = np.nonzero(run_starts(demands.first, demands.count, far))[0]
+    at, _ = ranges(demands.first[begin], demands.count[begin])
+    nbytes = demands.nbytes(flows)
+    return demands, Classes(
+        np.concatenate(([0], np.cumsum(demands.count[begin]))),
+        flows.sources.rank[at],
+        np.add.reduceat(nbytes, begin) if len(begin) else nbytes,
+        far[begin],
     )
-    return _in_order(_both(whole, shared), len(topology.node))
 
 
 def share_cover(flows: Flows, topology: Topology) -> Shares:
@@ -71,11 +141,23 @@ def share_cover(flows: Flows, topology: Topology) -> Shares:
     count = flows.sources.size[flows.holders]
     first = flows.sources.first[flows.holders]
     every = np.arange(len(flows))
-    none = np.zeros(0, dtype=np.int64)
-    nothing = Shares(none, none, none, none, none)
-    shared = _shared_out(flows, every, flows.sources.rank[first], first, count, nothing, topology)
+    whole = Demands(
+        every, flows.sources.rank[first], np.zeros_like(every), flows.numel, first, count
+    )
+    shared = _shared_out(flows, whole, no_shares(), topology)
     owned = Shares(shared.flow, shared.src, shared.src, shared.start, shared.stop)
-    return _in_order(owned, len(topology.node))
+    return in_order(owned, topology)
+
+
+def no_shares() -> Shares:
+    """Nothing goes to nobody."""
+    none = np.zeros(0, dtype=np.int64)
+    return Shares(none, none, none, none, none)
+
+
+def in_order(shares: Shares, topology: Topology) -> Shares:
+    """The shares in order of source and destination."""
+    return shares.take(grouped_order(shares.src * len(topology.node) + shares.dst))
 
 
 def _expand(number: IntArray, sets: RankSets) -> tuple[IntArray, IntArray]:
@@ -114,33 +196,11 @@ def _candidates(
     return first, count
 
 
-def _shared_out(
-    flows: Flows,
-    flow: IntArray,
-    dst: IntArray,
-    first: IntArray,
-    count: IntArray,
-    whole: Shares,
-    topology: Topology,
-) -> Shares:
-    """Cut the streams wanted by ``dst`` between candidates, given as (first, count).
-
-    ``whole`` are the shares without a choice.
-    """
-    node = np.array(topology.node, dtype=np.int64)
-    far = node[flows.sources.rank[first]] != node[dst]
-    # Receiver by receiver, so that few pairs of ranks come of it.
-    order = np.lexsort((flow, dst, far, count, first))
-    flow, dst, first, count = (x[order] for x in (flow, dst, first, count))
-    far = far[order]
-    begin = np.nonzero(run_starts(first, count, far))[0]
-    nbytes = (flows.numel * flows.element_bytes)[flow]
-    at, _ = ranges(first[begin], count[begin])
-    bounds = np.concatenate(([0], np.cumsum(count[begin])))
-    rank = flows.sources.rank[at]
-    total = np.add.reduceat(nbytes, begin) if len(begin) else np.zeros(0, dtype=np.int64)
-    classes = Classes(bounds, rank, total, far[begin])
-    amount = share_out(classes, *_loads(flows, whole, node), topology)
+def _shared_out(flows: Flows, demands: Demands, known: Shares, topology: Topology) -> Shares:
+    """Cut the streams of ``demands`` between candidates, who send what is ``known`` anyway."""
+    demands, classes = classes_of(flows, demands, topology)
+    nbytes, rank = demands.nbytes(flows), classes.rank
+    amount = share_out(classes, *loads_of(flows, known, topology), topology)
     # Demands and candidates lie one after the other on the same line of bytes; wherever either
     # ends a share ends, at the beginning of the element there.
     wanted, given = np.cumsum(nbytes), np.cumsum(amount)
@@ -148,15 +208,16 @@ def _shared_out(
     begin_of = wanted - nbytes
     low, high = cuts[:-1], cuts[1:]
     demand = np.searchsorted(wanted, low, side="right")
-    size = flows.element_bytes[flow[demand]]
+    size = flows.element_bytes[demands.flow[demand]]
     source = rank[np.searchsorted(given, low, side="right")]
-    start, stop = (low - begin_of[demand]) // size, (high - begin_of[demand]) // size
+    start, stop = (demands.start[demand] + (at - begin_of[demand]) // size for at in (low, high))
     some = start < stop
-    return Shares(flow[demand], source, dst[demand], start, stop).take(some)
+    return Shares(demands.flow[demand], source, demands.dst[demand], start, stop).take(some)
 
 
-def _loads(flows: Flows, shares: Shares, node: IntArray) -> tuple[IntArray, IntArray]:
+def loads_of(flows: Flows, shares: Shares, topology: Topology) -> tuple[IntArray, IntArray]:
     """Bytes that each rank sends, and that leave each node, [num_ranks] and [num_nodes]."""
+    node = np.array(topology.node, dtype=np.int64)
     nbytes = shares.numel * flows.element_bytes[shares.flow]
     nbytes[shares.src == shares.dst] = 0
     load, out = (np.zeros(size, dtype=np.int64) for size in (len(node), int(node.max()) + 1))
@@ -170,7 +231,3 @@ def _both(a: Shares, b: Shares) -> Shares:
     return Shares(
         *(np.concatenate((getattr(a, name), getattr(b, name))) for name in Shares.__slots__)
     )
-
-
-def _in_order(shares: Shares, num_ranks: int) -> Shares:
-    return shares.take(grouped_order(shares.src * num_ranks + shares.dst))

@@ -25,6 +25,7 @@ from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EnginePlacement,
+    EnginePromote,
     OnRefusal,
     ScheduleStep,
     Verify,
@@ -349,7 +350,12 @@ class Session:
     def _options(self) -> SwitchOptions:
         engine = self.config.engine
         return SwitchOptions(
-            PlanOptions(engine.staging_mib << 20, engine.window_ops, engine.schedule),
+            PlanOptions(
+                engine.staging_mib << 20,
+                engine.window_ops,
+                engine.schedule,
+                relay=engine.promote is not EnginePromote.off,
+            ),
             transport=engine.transport,
             verify=engine.verify is not Verify.off,
             check_replicas=engine.check_replicas,

@@ -12,6 +12,7 @@ from dynatrain_megatron.config import (
     DynaTrainConfig,
     EngineConfig,
     EnginePlacement,
+    EnginePromote,
     EngineSchedule,
     EngineTransport,
     OnRefusal,
@@ -26,12 +27,12 @@ from dynatrain_megatron.layout import LAYOUT_KEYS
 KEYS = (
     "source", "target", "switch_at", "schedule", "run_dir", "platform", "topology", "on_refusal",
     "engine.schedule", "engine.transport", "engine.placement", "engine.staging_mib",
-    "engine.window_ops", "engine.verify", "engine.check_replicas", "engine.timeout_s",
-    "record_steps", "save_after_switch",
+    "engine.window_ops", "engine.promote", "engine.verify", "engine.check_replicas",
+    "engine.timeout_s", "record_steps", "save_after_switch",
 )  # fmt: skip
 GROUP = (
-    "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, verify: …, "
-    "check_replicas: …, timeout_s: …}"
+    "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, promote: …, "
+    "verify: …, check_replicas: …, timeout_s: …}"
 )
 
 
@@ -94,6 +95,7 @@ def test_all_keys_at_once() -> None:
             "on_refusal=fail", "engine.schedule=ring", "engine.transport=vm",
             "engine.placement=best", "topology=cluster.yaml",
             "engine.staging_mib=1", "engine.window_ops=2", "engine.verify=off",
+            "engine.promote=off",
             "engine.timeout_s=1.5", "engine.check_replicas=true", "record_steps=false",
             "save_after_switch=true",
         ]
@@ -112,6 +114,7 @@ def test_all_keys_at_once() -> None:
             placement=EnginePlacement.best,
             staging_mib=1,
             window_ops=2,
+            promote=EnginePromote.off,
             verify=Verify.off,
             check_replicas=True,
             timeout_s=1.5,

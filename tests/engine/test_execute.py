@@ -25,10 +25,10 @@ from dynatrain_megatron.engine import (
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.transport import Terms
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.planner import Plan, PlanOptions
+from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterBuilder, State, StateKind
 from tests.engine.test_transport import TRANSPORTS, on_threads
-from tests.planner.worlds import Case, irregular_cases, mixed_cases
+from tests.planner.worlds import Case, irregular_cases, mixed_cases, shared_cases
 
 ADAM = (
     State(StateKind.MAIN_PARAM, "float32"),
@@ -89,6 +89,11 @@ class Moved(NamedTuple):
     target: list[Fragments]
 
 
+def topology_of(nodes: Sequence[int], num_ranks: int) -> Topology:
+    """With messages so cheap that the small state here is relayed."""
+    return Topology(tuple(nodes[:num_ranks]), None, Speeds(operation_s=0))
+
+
 def move(
     case: Case,
     *,
@@ -101,7 +106,10 @@ def move(
     """Plan and run a transition on threads, of which those of one host "read"."""
     source = [bind(roster, filled=True, gap=gap) for roster in case.before]
     target = [bind(roster, filled=False, gap=gap) for roster in case.after]
-    plan = case.plan(options=PlanOptions(staging, window_ops, schedule))
+    plan = case.plan(
+        topology_of(hosts or [0] * len(case.before), len(case.before)),
+        PlanOptions(staging, window_ops, schedule),
+    )
 
     def body(transport: Transport) -> int:
         report = execute(
@@ -128,7 +136,7 @@ def assert_within(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.one_of(mixed_cases(TENSORS), mixed_cases(), irregular_cases()),
+    st.one_of(mixed_cases(TENSORS), mixed_cases(), irregular_cases(), shared_cases(5)),
     st.sampled_from([16, 100, 400, 1 << 20]),
     st.sampled_from([1, 3, 256]),
     st.sampled_from([0, 3]),
@@ -150,7 +158,7 @@ def drawn_cases(count: int) -> list[Case]:
     found: list[Case] = []
 
     @settings(max_examples=count, derandomize=True, database=None, phases=[Phase.generate])
-    @given(st.one_of(mixed_cases(TENSORS, 4), irregular_cases()))
+    @given(st.one_of(mixed_cases(TENSORS, 4), irregular_cases(), shared_cases(4)))
     def collect(case: Case) -> None:
         nothing = (RosterBuilder().build(),) * (4 - len(case.before))
         found.append(Case(case.before + nothing, case.after + nothing))
@@ -171,6 +179,12 @@ def test_every_element_arrives_between_processes(
         for gap, staging in [[(0, 400), (1, 100), (3, 100), (3, 1 << 20)][i % 4]]
     ]
 
+    num_relayed = 0
+    for case, _, staging in cases[1::2]:
+        plan = case.plan(topology_of([0, 0, 1, 1], 4), PlanOptions(staging_bytes=staging))
+        num_relayed += len(plan.passes) > 1
+    assert num_relayed > 3
+
     def body(transport: Transport) -> int:
         read = 0
         for i, (case, gap, staging) in enumerate(cases):
@@ -179,9 +193,11 @@ def test_every_element_arrives_between_processes(
             RingTransport._GIVEN = given  # type: ignore[misc]
             source = bind(case.before[transport.rank], filled=True, gap=gap)
             target = bind(case.after[transport.rank], filled=False, gap=gap)
+            topology = topology_of([0, 0, i % 2, i % 2], 4)
             schedule = list(EngineSchedule)[i // 4 % 4]
-            plan = case.plan(options=PlanOptions(staging, schedule=schedule))
+            plan = case.plan(topology, PlanOptions(staging, schedule=schedule))
             report = execute(plan, source, target, transport, timeout_s=20)
+            check_received(plan, source, target, transport, timeout_s=20)
             assert_within(report, plan, transport.rank, staging, transport.held_bytes)
             assert_holds_its_values(target)
             assert_holds_its_values(source)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.layout import ParallelLayout, layouts
-from dynatrain_megatron.planner import Topology
+from dynatrain_megatron.planner import PlanOptions, Speeds, Topology
 from dynatrain_megatron.planner.checks import (
     check_coverage,
     check_nothing_lost,
     lower_bound_bytes,
 )
-from dynatrain_megatron.planner.routes import Routes, choose_routes, unique_cover
+from dynatrain_megatron.planner.flows import find_flows
+from dynatrain_megatron.planner.routes import Routes, Side, choose_routes, unique_cover
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, RosterSet
 from tests.planner.worlds import (
     FLOAT32,
@@ -33,6 +34,7 @@ from tests.planner.worlds import (
     layout_case,
     mixed_cases,
     region_of,
+    shared_cases,
 )
 from tests.vps.strategies import slices
 
@@ -52,8 +54,8 @@ def layout_cases(draw: st.DrawFn) -> Case:
     return layout_case(draw(random_layouts(world)), draw(random_layouts(world)), model)
 
 
-def assert_laws(case: Case) -> None:
-    plan = case.plan()
+def assert_laws(case: Case, topology: Topology | None = None) -> None:
+    plan = case.plan(topology)
     carry_out(plan, case)
     bound = brute_force_bound(case)
     assert plan.moved_bytes == bound
@@ -78,6 +80,19 @@ def test_the_laws_hold_where_each_layer_is_laid_out_in_its_own_way(case: Case) -
 @given(layout_cases())
 def test_the_laws_hold_for_random_layouts(case: Case) -> None:
     assert_laws(case)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shared_cases(),
+    st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    st.sampled_from([None, 1, 2]),
+)
+def test_the_laws_hold_where_much_is_relayed(
+    case: Case, nodes: list[int], width: int | None
+) -> None:
+    speeds = Speeds(operation_s=0)
+    assert_laws(case, Topology(tuple(nodes[: len(case.before)]), width, speeds))
 
 
 FOUR = [
@@ -201,6 +216,91 @@ def test_a_holder_in_the_same_node_is_preferred_to_an_idle_one() -> None:
     case = Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
     far = case.plan(Topology.from_hosts(["a", "b", "b"]))
     assert far.bytes_matrix[0, 2] == 0 and far.bytes_matrix[1, 2] == far.moved_bytes
+
+
+# ------------------------------------------------------------------ relays
+
+
+def broadcast(num_wanters: int, *, rows: int = 12) -> Case:
+    """Rank 0 holds it all, and all others want it."""
+    ranks = num_wanters + 1
+    before = whole_rows(rows, *[(0,)] * rows, num_ranks=ranks)
+    after = whole_rows(rows, *[tuple(range(1, ranks))] * rows, num_ranks=ranks)
+    return Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
+
+
+@pytest.mark.parametrize("num_wanters", [2, 3, 4])
+@pytest.mark.parametrize("away", [False, True])
+def test_what_several_want_is_sent_once_and_shared_out_by_them(
+    num_wanters: int, away: bool
+) -> None:
+    case = broadcast(num_wanters)
+    nodes = (0,) + (int(away),) * num_wanters
+    plan = case.plan(Topology(nodes, None, Speeds(operation_s=0)))
+    once = case.before[0].nbytes
+    first, second = (each.links.nbytes.tolist() for each in plan.passes)
+    assert [each.takes_from for each in plan.passes] == [Side.SOURCE, Side.TARGET]
+    assert first == [once // num_wanters] * num_wanters
+    assert second == [once // num_wanters] * (num_wanters * (num_wanters - 1))
+    assert plan.moved_bytes == plan.lower_bound_bytes == num_wanters * once
+    carry_out(plan, case)
+
+
+def test_what_is_not_worth_its_messages_is_not_relayed() -> None:
+    case = broadcast(3)
+    slow, fast = (Topology.single_node(4), Topology((0,) * 4, None, Speeds(operation_s=0)))
+    assert len(case.plan(slow).passes) == 1
+    assert len(case.plan(fast).passes) == 2
+    assert len(case.plan(fast, PlanOptions(relay=False)).passes) == 1
+
+
+def test_what_its_holders_send_in_time_is_not_relayed() -> None:
+    """As many hold it as want it: no rank has more to send than another receives."""
+    before = whole_rows(12, *[(0, 1)] * 12, num_ranks=4)
+    after = whole_rows(12, *[(2, 3)] * 12, num_ranks=4)
+    case = Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
+    assert len(case.plan(Topology((0,) * 4, None, Speeds(operation_s=0))).passes) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(shared_cases(), st.lists(st.integers(0, 1), min_size=6, max_size=6))
+def test_an_element_crosses_into_a_node_once(case: Case, nodes: list[int]) -> None:
+    source, target = case.source, case.target
+    topology = Topology(tuple(nodes[: source.num_ranks]), 1, Speeds(0, near_gb_s=1e3))
+    plan, flows = case.plan(topology), find_flows(source, target, topology)
+    node = np.array(topology.node)
+    crossed = np.zeros(2, dtype=np.int64)
+    for links in (each.links for each in plan.passes):
+        far = node[links.src] != node[links.dst]
+        np.add.at(crossed, node[links.dst[far]], links.nbytes[far])
+    least = np.zeros(2, dtype=np.int64)
+    for flow in range(len(flows)):
+        holders, wanters = (
+            set(node[sets.rank[sets.first[i] : sets.first[i + 1]]].tolist())
+            for sets, i in (
+                (flows.sources, flows.holders[flow]),
+                (flows.targets, flows.wanters[flow]),
+            )
+        )
+        least[list(wanters - holders)] += flows.numel[flow] * flows.element_bytes[flow]
+    assert crossed.tolist() == least.tolist()
+
+
+def test_a_relay_of_what_has_not_come_yet_is_found() -> None:
+    case = broadcast(3)
+    plan = case.plan(Topology((0,) * 4, None, Speeds(operation_s=0)))
+    first, second = (each.schedule.pieces for each in plan.passes)
+    check_coverage(first, case.source, case.target, relays=[second])
+    swapped = first.dst.copy()
+    swapped[first.dst == 1], swapped[first.dst == 2] = 2, 1
+    with pytest.raises(TransitionError, match=r"is sent on when its sender has got 0 of its"):
+        check_coverage(changed(first, dst=swapped), case.source, case.target, relays=[second])
+    for rank in range(1, 4):  # each proves what it gets and what it sends on
+        own = first.take(first.dst == rank)
+        sent = second.take((second.src == rank) | (second.dst == rank))
+        check_coverage(own, case.source, case.target, rank, relays=[sent])
+        with pytest.raises(TransitionError, match="is sent on when its sender has got"):
+            check_coverage(own.take(own.dst < 0), case.source, case.target, rank, relays=[sent])
 
 
 # ------------------------------------------------------------------ what is refused

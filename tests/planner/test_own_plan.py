@@ -15,14 +15,30 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import Plan, PlanCache, PlanOptions, Topology, direct, make_plan
+from dynatrain_megatron.planner import (
+    Plan,
+    PlanCache,
+    PlanOptions,
+    Speeds,
+    Topology,
+    direct,
+    make_plan,
+)
 from dynatrain_megatron.planner.cache import PlanKey
 from dynatrain_megatron.planner.routes import Routes, unique_cover
 from dynatrain_megatron.shapes import MODELS, make_rosters
 from dynatrain_megatron.vps import RosterBuilder
 from tests.planner.simulator import simulate_plan
 from tests.planner.test_schedule import BOUNDS, assert_well_formed
-from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case, mixed_cases
+from tests.planner.worlds import (
+    Case,
+    Model,
+    carry_out,
+    irregular_cases,
+    layout_case,
+    mixed_cases,
+    shared_cases,
+)
 
 Piece = tuple[int, ...]
 
@@ -74,19 +90,23 @@ def assert_own_plans_are_the_whole(case: Case, topology: Topology, options: Plan
 
 
 topologies = st.builds(
-    lambda nodes, width: (nodes, width),
+    Topology,
     st.lists(st.integers(0, 2), min_size=6, max_size=6),
     st.sampled_from([None, 1, 2]),
+    st.sampled_from([Speeds(), Speeds(operation_s=0)]),  # so fast that small flows are relayed
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(irregular_cases(max_ranks=6), mixed_cases(max_ranks=6)), topologies, BOUNDS)
+@given(
+    st.one_of(irregular_cases(max_ranks=6), mixed_cases(max_ranks=6), shared_cases()),
+    topologies,
+    BOUNDS,
+)
 def test_all_own_plans_are_the_whole_plan(
-    case: Case, places: tuple[list[int], int | None], bounds: PlanOptions
+    case: Case, places: Topology, bounds: PlanOptions
 ) -> None:
-    nodes, width = places
-    topology = Topology(tuple(nodes[: len(case.before)]), width)
+    topology = dataclasses.replace(places, node=tuple(places.node[: len(case.before)]))
     assert_own_plans_are_the_whole(case, topology, bounds)
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
+from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology, make_plan
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps import Roster, RosterBuilder
 from tests.planner.simulator import simulate_plan
-from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case
+from tests.planner.worlds import Case, Model, carry_out, irregular_cases, layout_case, shared_cases
 
 BOUNDS = st.builds(
     PlanOptions,
@@ -35,7 +35,12 @@ def windows(schedule: Schedule, rank: int) -> dict[int, list[int]]:
 
 
 def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
-    schedule, sizes = plan.passes[0].schedule, np.array([t.element_bytes for t in plan.tensors])
+    for each in plan.passes:
+        _assert_well_formed(plan, each.schedule, bounds)
+
+
+def _assert_well_formed(plan: Plan, schedule: Schedule, bounds: PlanOptions) -> None:
+    sizes = np.array([t.element_bytes for t in plan.tensors])
     assert schedule.first_piece[0] == 0 and schedule.first_piece[-1] == len(schedule.pieces)
     for message in range(len(schedule)):
         pieces = schedule.pieces_of(message)
@@ -63,6 +68,18 @@ def assert_well_formed(plan: Plan, bounds: PlanOptions) -> None:
 @given(irregular_cases(), BOUNDS)
 def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOptions) -> None:
     plan = case.plan(options=bounds)
+    assert_well_formed(plan, bounds)
+    simulate_plan(plan)
+    carry_out(plan, case)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shared_cases(), st.lists(st.integers(0, 1), min_size=6, max_size=6), BOUNDS)
+def test_relays_are_well_formed_bounded_and_finish(
+    case: Case, nodes: list[int], bounds: PlanOptions
+) -> None:
+    topology = Topology(tuple(nodes[: len(case.before)]), None, Speeds(operation_s=0))
+    plan = case.plan(topology, bounds)
     assert_well_formed(plan, bounds)
     simulate_plan(plan)
     carry_out(plan, case)

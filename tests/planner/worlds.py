@@ -1,6 +1,7 @@
 """Random pairs of roster sets, and brute-force truth about them.
 
-Three kinds: *irregular* ones, where ranks hold any boxes, replicated, overlapping or twice;
+Four kinds: *irregular* ones, where ranks hold any boxes, replicated, overlapping or twice;
+*shared* ones, where several ranks want what few hold;
 *mixed* ones, where each layer of each tensor is laid out in its own way, cut over some ranks,
 sharded or replicated over others; and *layouts*, where a small model is cut as Megatron cuts it:
 tensors over tp, layers over pp, and flat ranges of what a rank holds over dp.
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
-from dynatrain_megatron.planner.routes import Routes
+from dynatrain_megatron.planner.routes import Routes, Side
 from dynatrain_megatron.vps import (
     LogicalTensor,
     Region,
@@ -96,6 +97,24 @@ def irregular_cases(draw: st.DrawFn, max_ranks: int = 4) -> Case:
             before[rank].add(tensor, draw(regions(tensor.shape)))
         for rank in draw(st.lists(ranks, max_size=5)):
             after[rank].add(tensor, draw(regions(tensor.shape)))
+    return Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
+
+
+@st.composite
+def shared_cases(draw: st.DrawFn, max_ranks: int = 6) -> Case:
+    """Few ranks hold what is there, and several want each region of any of it."""
+    num_ranks = draw(st.integers(3, max_ranks))
+    ranks = st.integers(0, num_ranks - 1)
+    before = [RosterBuilder() for _ in range(num_ranks)]
+    after = [RosterBuilder() for _ in range(num_ranks)]
+    for tensor in draw(logical_tensors()):
+        for tile in draw(tilings(Region.whole(tensor.shape))):
+            for rank in draw(st.sets(ranks, min_size=1, max_size=2)):
+                before[rank].add(tensor, tile)
+        for _ in range(draw(st.integers(1, 2))):
+            region = draw(regions(tensor.shape))
+            for rank in draw(st.sets(ranks, min_size=2)):
+                after[rank].add(tensor, region)
     return Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
 
 
@@ -293,14 +312,18 @@ def carry_out(plan: Plan, case: Case) -> None:
     Each element is its flat index in its logical tensor, and each write is counted, so a wrong,
     missing or repeated element names itself.
     """
-    pieces = [(part, i) for _, part in plan.pieces() for i in range(len(part))]
     source = [_Storage(case.before[rank], filled=True) for rank in range(plan.num_ranks)]
     target = [_Storage(case.after[rank], filled=False) for rank in range(plan.num_ranks)]
-    for part, i in pieces:
-        tensor = plan.tensors[int(part.tensor[i])]
-        region = region_of(part, i, len(tensor.shape))
-        taken = source[int(part.src[i])].read(int(part.src_slot[i]), tensor, region)
-        target[int(part.dst[i])].write(int(part.dst_slot[i]), tensor, region, taken)
+    for side, part in plan.pieces():
+        given = source if side is Side.SOURCE else target
+        taken = []
+        for i in range(len(part)):  # all of a pass before any of it is there
+            tensor = plan.tensors[int(part.tensor[i])]
+            region = region_of(part, i, len(tensor.shape))
+            values = given[int(part.src[i])].read(int(part.src_slot[i]), tensor, region)
+            taken.append((i, tensor, region, values.copy()))
+        for i, tensor, region, values in taken:
+            target[int(part.dst[i])].write(int(part.dst_slot[i]), tensor, region, values)
     for rank, storage in enumerate(target):
         storage.check(f"rank {rank}")
 
