@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -38,6 +38,7 @@ from dynatrain_megatron.vps.tensors import StateKind
 RANKS = 4
 TIMEOUT_S = 300.0
 _BATCH, _ITERATION = 8, 10
+_MESSAGE_BYTES = 16 << 20
 _CPU = torch.device("cpu")
 
 
@@ -200,6 +201,33 @@ def bridge(transport: EngineTransport) -> Transport:
     return connect(group, _CPU, transport, timeout_s=TIMEOUT_S)
 
 
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from all ranks' begin to all ranks' end, and what ``work`` returned; collective."""
+    dist.barrier()
+    begin = time.perf_counter()
+    found = work()
+    dist.barrier()
+    return time.perf_counter() - begin, found
+
+
+def bandwidth(transport: Transport) -> float:
+    """Bytes a second, each way, of the slowest rank while all send and receive; collective.
+
+    Messages are contiguous and memory is warm: the median of five after one that is not counted.
+    """
+    peers = [rank for rank in range(transport.size) if rank != transport.rank] * 2
+    out, into = ([torch.ones(_MESSAGE_BYTES, dtype=torch.uint8) for _ in peers] for _ in range(2))
+    sends, receives = (list(zip(peers, tensors, strict=True)) for tensors in (out, into))
+
+    def exchange() -> None:
+        transport.exchange(sends, receives, timeout_s=TIMEOUT_S)
+
+    seconds = [timed(exchange)[0] for _ in range(6)][1:]
+    own = torch.tensor(len(peers) * _MESSAGE_BYTES / statistics.median(seconds))
+    dist.all_reduce(own, dist.ReduceOp.MIN)
+    return float(own)
+
+
 # ------------------------------------------------------------- two layouts at one time
 
 
@@ -214,18 +242,14 @@ class _Undo(Exception):
     """Leaves the other layout."""
 
 
-def beside[Result](
-    job: Job, layout: str, body: Callable[[Pair], Result], *, prepare: Callable[[], Any]
-) -> Result:
+def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Result:
     """``body`` with another layout's objects built beside the job's, which stays as it is.
 
-    The other layout's groups are in force inside. ``prepare`` runs before, with the job's own in
-    force, and what it returns is kept alive. Collective.
+    The other layout's groups are in force inside. Gradients are set aside meanwhile. Collective.
     """
     target = _target(job, layout)
     source = HostState(job.model, job.optimizer, job.args)
     gradients = Dropped(source.gradients())
-    kept = prepare()
     found: list[Result] = []
     with contextlib.suppress(_Undo), skeleton.host_context(job):
         new_args = Namespace(**vars(target.args))
@@ -243,7 +267,6 @@ def beside[Result](
         raise _Undo
     groups.destroy(new_groups)
     gradients.restore()
-    del kept
     return found[0]
 
 
@@ -259,8 +282,3 @@ def plan_between(
     before, after = (RosterSet.merge(side, tensors) for side in sides)
     topology = Topology.single_node(transport.size)
     return make_plan(before, after, topology, options, rank=transport.rank)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    """What ratios are averaged by."""
-    return math.exp(sum(map(math.log, values)) / len(values))

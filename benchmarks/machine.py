@@ -36,8 +36,13 @@ def environment(*packages: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in packages},
         "commit": commit,
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["python", Path(sys.argv[0]).name, *_words(sys.argv[1:])]),
     }
+
+
+def _words(arguments: list[str]) -> list[str]:
+    """The command line without this machine's own paths."""
+    return ["PATH" if word.startswith("/") else word for word in arguments]
 
 
 def _memory_bytes() -> int:

@@ -41,7 +41,7 @@ def run_ranks[Result](
     _import_hosts()
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    port = free_port()
+    port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
         ranks = [
@@ -59,7 +59,7 @@ def run_ranks[Result](
                 process.join()
 
 
-def free_port() -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

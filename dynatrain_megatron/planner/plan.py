@@ -15,7 +15,7 @@ from dynatrain_megatron.planner.checks import check_coverage, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
 from dynatrain_megatron.planner.routes import Routes, pieces_of
 from dynatrain_megatron.planner.schedule import Links, Messages, Schedule, links_of
-from dynatrain_megatron.planner.shares import Shares, choose_shares
+from dynatrain_megatron.planner.shares import Shares, Sources, choose_shares
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.planner.windows import place_messages
 from dynatrain_megatron.vps.boxes import IntArray
@@ -30,12 +30,14 @@ _ALGORITHM = b"2"
 class PlanOptions:
     """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations.
 
-    ``schedule`` says how messages are placed into windows.
+    ``schedule`` says how messages are placed into windows, ``sources`` who sends what several
+    ranks hold.
     """
 
     staging_bytes: int = 256 << 20
     window_ops: int = 256
     schedule: EngineSchedule = EngineSchedule.direct
+    sources: Sources = Sources.balanced
 
 
 class Side(StrEnum):
@@ -173,7 +175,7 @@ def make_plan(
     coverage proof fails.
     """
     flows = find_flows(source, target, topology)
-    shares = choose_shares(flows, topology)
+    shares = choose_shares(flows, topology, options.sources)
     links, link = links_of(flows, shares)
     windows = place_messages(
         links,
