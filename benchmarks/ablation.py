@@ -45,7 +45,7 @@ from dynatrain_megatron.planner import PlanCache, PlanOptions, Sources
 from dynatrain_megatron.transition.switch import SwitchOptions
 
 PHASES = ("quiesce", "groups", "build", "plan", "pack", "wire", "unpack", "rebuild", "verify")
-PHASES = (*PHASES, "commit")
+PHASES = (*PHASES, "commit", "other")
 MOVING = ("pack", "wire", "unpack")
 BASE = SwitchOptions(PlanOptions(), timeout_s=TIMEOUT_S)
 _MIB = 1 << 20
@@ -123,11 +123,11 @@ def transports() -> dict[str, Transport]:
 def measure(job: Job, case: Case, rounds: int) -> dict[str, Any]:
     """Every row, there and back, in every round; on every rank. The first round warms up."""
     fill(job)
-    ways = transports()
+    ways, plans = transports(), PlanCache(max_plans=4 * len(ROWS))
     lines: dict[str, list[dict[str, Any]]] = {row.name: [] for row in ROWS}
     for number in range(rounds + 1):
         for row in ROWS:
-            job.bridge = ways[row.transport]
+            job.bridge, job.plans = ways[row.transport], plans
             for layout in (case.target, case.source):
                 row.before(job)
                 switched = switch_to(job, layout, row.options)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from dynatrain_megatron import platform
 from dynatrain_megatron.adapters import arguments, groups, skeleton
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
@@ -28,7 +29,6 @@ from dynatrain_megatron.engine import Fragments, Transport, connect
 from dynatrain_megatron.engine.memory import Dropped, release
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
-from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport
 from dynatrain_megatron.vps import Roster, RosterSet
@@ -118,6 +118,7 @@ def run_on_ranks[Result](
 
 def run_job[Result](argv: Sequence[str], body: Callable[[Job], Result]) -> Result:
     """One rank of a job: Megatron's whole prologue, then ``body`` where it would train."""
+    platform.install("cpu")  # before Megatron is imported
     from megatron.training import training
 
     from dynatrain_megatron.plugin import attach, pretrain_gpt
@@ -158,7 +159,8 @@ def fill(job: Job) -> None:
 class Switched(NamedTuple):
     """One switch as this rank saw it; ``resident`` is what its memory grew by at the most, bytes.
 
-    ``stall_s`` is the time from the check of the request to the end of the switch.
+    ``stall_s`` is the time from the check of the request to the end of the switch on all ranks. Of
+    the seconds ``other`` are those in no phase, and those this rank waited for others at the end.
     """
 
     report: SwitchReport
@@ -168,18 +170,20 @@ class Switched(NamedTuple):
 
 def switch_to(job: Job, layout: str, options: SwitchOptions) -> Switched:
     """Switch as a running job does; collective."""
-    platform = current_platform()
-    platform.empty_cache()
+    memory = platform.current()
+    memory.empty_cache()
     dist.barrier()
-    platform.reset_peak()
-    before = platform.allocated_bytes()
+    memory.reset_peak()
+    before = memory.allocated_bytes()
     begin = time.perf_counter()
     target = _target(job, layout)
     prepare_s = time.perf_counter() - begin
     report = switch(job, target, options)
-    report.seconds = {"prepare": prepare_s, **report.seconds}
     dist.barrier()
-    return Switched(report, time.perf_counter() - begin, platform.peak_bytes() - before)
+    stall_s = time.perf_counter() - begin
+    report.seconds = {"prepare": prepare_s, **report.seconds}
+    report.seconds["other"] = stall_s - sum(report.seconds.values())
+    return Switched(report, stall_s, memory.peak_bytes() - before)
 
 
 def _target(job: Job, layout: str) -> Target:

@@ -63,7 +63,7 @@ from dynatrain_megatron.planner import PlanOptions, Sources
 from dynatrain_megatron.transition.switch import SwitchOptions
 
 PHASES = ("prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack", "rebuild")
-PHASES = (*PHASES, "verify", "commit")
+PHASES = (*PHASES, "verify", "commit", "other")
 MOVING = ("pack", "wire", "unpack")
 
 
