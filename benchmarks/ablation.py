@@ -33,6 +33,7 @@ from jobs import (
     layout_flags,
     run_on_ranks,
     switch_to,
+    use,
 )
 from machine import RESULTS, environment
 from peers import Uncoalesced
@@ -127,7 +128,8 @@ def measure(job: Job, case: Case, rounds: int) -> dict[str, Any]:
     lines: dict[str, list[dict[str, Any]]] = {row.name: [] for row in ROWS}
     for number in range(rounds + 1):
         for row in ROWS:
-            job.bridge, job.plans = ways[row.transport], plans
+            use(job, ways[row.transport])
+            job.plans = plans
             for layout in (case.target, case.source):
                 row.before(job)
                 switched = switch_to(job, layout, row.options)

@@ -205,6 +205,11 @@ def bridge(transport: EngineTransport) -> Transport:
     return connect(group, _CPU, transport, timeout_s=TIMEOUT_S)
 
 
+def use(job: Job, transport: Transport) -> None:
+    """Let the job's next switches go over ``transport``."""
+    job.bridge = transport
+
+
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds from all ranks' begin to all ranks' end, and what ``work`` returned; collective."""
     dist.barrier()

@@ -51,6 +51,7 @@ from jobs import (
     run_on_ranks,
     switch_to,
     timed,
+    use,
 )
 from machine import RESULTS, environment, filesystem
 
@@ -155,7 +156,7 @@ def measure_cases(job: Job, cases: Sequence[Case], settings: Settings) -> list[d
     engines = Engines.connect()
     found = []
     for case in cases:
-        job.bridge = engines.ours
+        use(job, engines.ours)
         if str(job.layout) != case.source:
             switch_to(job, case.source, OURS)
         found.append(_measure(job, case, settings, engines))
@@ -173,7 +174,7 @@ def _measure(job: Job, case: Case, settings: Settings, engines: Engines) -> dict
     }
     for name, value in engines.bandwidths().items():
         found["ranks_bandwidth"][name] += value
-    job.bridge = engines.ours
+    use(job, engines.ours)
     if settings.checkpoints:
         found["checkpoint"] = {
             name: _checkpoint(job, case, directory)
@@ -196,7 +197,7 @@ def _rounds(
     job: Job, case: Case, rounds: int, engines: Engines, name: str
 ) -> dict[str, list[dict[str, Any]]]:
     """There and back again, so often."""
-    job.bridge = getattr(engines, name)
+    use(job, getattr(engines, name))
     found: dict[str, list[dict[str, Any]]] = {"there": [], "back": []}
     for _ in range(rounds):
         for way, layout in (("there", case.target), ("back", case.source)):

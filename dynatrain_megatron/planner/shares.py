@@ -53,9 +53,7 @@ class Shares:
         )
 
 
-def choose_shares(
-    flows: Flows, topology: Topology, sources: Sources = Sources.balanced
-) -> Shares:
+def choose_shares(flows: Flows, topology: Topology, sources: Sources = Sources.balanced) -> Shares:
     """Let every wanter have its flows.
 
     What the wanter holds itself is kept. Everything else comes from the nearest holders (same node

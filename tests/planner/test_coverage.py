@@ -145,7 +145,7 @@ def test_the_first_holder_sends_all_where_nothing_is_shared_out(case: Case) -> N
     plan = case.plan(options=PlanOptions(sources=Sources.first))
     carry_out(plan, case)
     assert plan.moved_bytes == plan.lower_bound_bytes
-    pieces = plan.schedule.pieces
+    pieces = plan.passes[0].schedule.pieces
     for i in range(len(pieces)):
         tensor = int(pieces.tensor[i])
         region = region_of(pieces, i, len(source.tensors[tensor].shape))
