@@ -429,6 +429,7 @@ def table(content: dict[str, Any]) -> str:
         if part in content:
             made_by = content[part]["environment"]
             lines += [f"`{part}`: " + ", ".join(f"{k} {v}" for k, v in made_by.items()), ""]
+    lines += _goals_table(content)
     if "peers" in content:
         lines += _peers_tables(content["peers"]["results"])
     if "restart" in content:
@@ -449,6 +450,46 @@ def _name(result: dict[str, Any]) -> list[str]:
         f"{result['name']}, {result['family']} {result['model']}",
         f"{result['source']} → {result['target']}",
     ]
+
+
+def goals(content: dict[str, Any]) -> Iterator[tuple[str, float, float, str]]:
+    """(what, what is wanted, the least found, of which case); ratios of the other to ours."""
+    cases = content.get("peers", {"results": []})["results"]
+    ours = {_key(one): one["switches"]["ours"]["there"] for one in cases}
+    found: dict[tuple[str, float], list[tuple[float, str]]] = {}
+    for one in cases:
+        if "checkpoint" in one:
+            ratio = _save_and_load(one, "memory") / ours[_key(one)]["repeated_s"]
+            goal = "save to memory-backed disk + load ÷ repeated switch", 30.0
+            found.setdefault(goal, []).append((ratio, " ".join(_name(one))))
+        if "seconds" in one["weights"] and not one["weights"]["wrong"]:
+            seconds = {n: statistics.median(s) for n, s in one["weights"]["seconds"].items()}
+            nbytes = one["weights"]["bytes"]
+            for name, ratio in (
+                ("megatron.core.resharding ÷ our weights", seconds["megatron"] / seconds["ours"]),
+                ("its bytes ÷ ours", nbytes["megatron"] / max(1, nbytes["ours"])),
+            ):
+                found.setdefault((name, 1.0), []).append((ratio, " ".join(_name(one))))
+    for one in content.get("restart", {"results": []})["results"]:
+        for name, wanted in (("first", 30.0), ("repeated", 50.0)):
+            if _key(one) in ours:
+                ratio = one["seconds"]["total"] / ours[_key(one)][f"{name}_s"]
+                goal = f"stop, save, restart, load ÷ {name} switch", wanted
+                found.setdefault(goal, []).append((ratio, " ".join(_name(one))))
+    for (what, wanted), ratios in found.items():
+        yield what, wanted, *min(ratios)
+
+
+def _key(result: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(result[name] for name in ("name", "family", "model"))
+
+
+def _goals_table(content: dict[str, Any]) -> list[str]:
+    rows = (
+        [what, f"{wanted:g}", f"{least:.2f}", where]
+        for what, wanted, least, where in goals(content)
+    )
+    return ["## Goals", "", *_rows("times slower | wanted | least found | where", rows)]
 
 
 def _peers_tables(results: list[dict[str, Any]]) -> list[str]:
@@ -553,14 +594,14 @@ def _peers_tables(results: list[dict[str, Any]]) -> list[str]:
 
 def _restart_table(content: dict[str, Any]) -> list[str]:
     switches = {
-        (one["name"], one["family"], one["model"]): one["switches"]["ours"]["there"]
+        _key(one): one["switches"]["ours"]["there"]
         for one in content.get("peers", {"results": []})["results"]
     }
 
     def rows() -> Iterator[list[str]]:
         for one in content["restart"]["results"]:
             seconds = one["seconds"]
-            ours = switches.get((one["name"], one["family"], one["model"]))
+            ours = switches.get(_key(one))
             yield [
                 *_name(one),
                 *(f"{seconds[name]:.2f}" for name in ("save", "end", "start", "total")),
