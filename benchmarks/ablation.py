@@ -37,6 +37,7 @@ from jobs import (
 )
 from machine import RESULTS, environment
 from peers import Uncoalesced
+from switch_report import PHASES as ALL_PHASES
 
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.config import EngineTransport
@@ -45,8 +46,7 @@ from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanCache, PlanOptions, Sources
 from dynatrain_megatron.transition.switch import SwitchOptions
 
-PHASES = ("quiesce", "groups", "build", "plan", "pack", "wire", "unpack", "rebuild", "verify")
-PHASES = (*PHASES, "commit", "other")
+PHASES = (*ALL_PHASES, "replicas")
 MOVING = ("pack", "wire", "unpack")
 BASE = SwitchOptions(PlanOptions(), timeout_s=TIMEOUT_S)
 _MIB = 1 << 20

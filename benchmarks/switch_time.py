@@ -26,9 +26,10 @@ import contextlib
 import dataclasses
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,7 @@ from jobs import (
     use,
 )
 from machine import RESULTS, environment, filesystem
+from switch_report import PHASES, draw, line_of, rounded, table
 
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
@@ -63,8 +65,6 @@ from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Sources
 from dynatrain_megatron.transition.switch import SwitchOptions
 
-PHASES = ("prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack", "rebuild")
-PHASES = (*PHASES, "verify", "commit", "other")
 MOVING = ("pack", "wire", "unpack")
 
 
@@ -150,20 +150,10 @@ class Engines(NamedTuple):
         return {"ours": [ours], "torch": [gloo], "as_peers": [gloo]}
 
 
-def measure_cases(job: Job, cases: Sequence[Case], settings: Settings) -> list[dict[str, Any]]:
-    """Every case of one family of models; on every rank."""
+def measure(job: Job, case: Case, settings: Settings) -> dict[str, Any]:
+    """One case in a job of its own, launched in the source layout; on every rank."""
     fill(job)
     engines = Engines.connect()
-    found = []
-    for case in cases:
-        use(job, engines.ours)
-        if str(job.layout) != case.source:
-            switch_to(job, case.source, OURS)
-        found.append(_measure(job, case, settings, engines))
-    return found
-
-
-def _measure(job: Job, case: Case, settings: Settings, engines: Engines) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks_bandwidth": engines.bandwidths()}
     with _without(ValueError, RuntimeError, KeyError, AssertionError) as problem:
         found["weights"] = _weights(job, case, engines)
@@ -336,49 +326,39 @@ def _of_rounds(rounds: list[list[dict[str, Any]]], gb_s: float) -> dict[str, Any
     }
 
 
-def run_peers(args: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
-    """The part ``peers``: a job for each family, through all of its cases."""
-    results = []
-    for family, name, models in (("dense", args.dense, DENSE), ("MoE", args.moe, MOE)):
-        cases = [case for case in chosen(args) if case.family == family]
-        if not cases:
-            continue
-        flags = settings.flags(models[name], cases[0].layouts[0])
-        ranks = run_on_ranks(
-            flags, lambda job, own=cases: measure_cases(job, own, settings), timeout_s=7200
-        )
-        for number, case in enumerate(cases):
-            results.append(summary(case, name, [rank[number] for rank in ranks]))
-            print(line_of(results[-1]), flush=True)
-    return results
+def run_peers(args: argparse.Namespace, settings: Settings) -> Iterator[dict[str, Any]]:
+    """The part ``peers``: a job for each case."""
+    for case in chosen(args):
+        models, name = family_of(case, args)
+        flags = settings.flags(models[name], case.layouts[0])
+        with failures_told(case):
+            ranks = run_on_ranks(
+                flags, lambda job, own=case: measure(job, own, settings), timeout_s=3600
+            )
+            yield summary(case, name, ranks)
 
 
-def run_restarts(args: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
+def run_restarts(args: argparse.Namespace, settings: Settings) -> Iterator[dict[str, Any]]:
     """The part ``restart``: two jobs for each case, one after the other."""
-    results = []
     for case in chosen(args):
         if not case.restart or (args.quick and case.name != QUICK_RESTART):
             continue
-        models, name = (DENSE, args.dense) if case.family == "dense" else (MOE, args.moe)
-        source, target = (settings.flags(models[name], layout) for layout in case.layouts)
-        seconds = peers.restart(settings.memory, source, target, peers.format_flags(*case.layouts))
-        key = {name: getattr(case, name) for name in ("name", "family", "source", "target")}
-        results.append({**key, "model": name, "seconds": seconds})
-        print(f"{case.family:6s} {case.name:30s} stop, save, restart, load {seconds}", flush=True)
-    return results
+        models, model = family_of(case, args)
+        source, target = (settings.flags(models[model], layout) for layout in case.layouts)
+        form = peers.format_flags(*case.layouts)
+        with failures_told(case):
+            seconds = peers.restart(settings.memory, source, target, form)
+            names = {name: getattr(case, name) for name in ("name", "family", "source", "target")}
+            yield {**names, "model": model, "seconds": seconds}
 
 
-def run_sizes(args: argparse.Namespace, settings: Settings) -> list[dict[str, Any]]:
+def run_sizes(args: argparse.Namespace, settings: Settings) -> Iterator[dict[str, Any]]:
     """The part ``sizes``: a job for each size."""
-    alone = dataclasses.replace(settings, checkpoints=False)
-    results = []
     for name in args.sizes:
         flags = settings.flags(DENSE[name], SIZES_CASE.layouts[0])
-        ranks = run_on_ranks(flags, lambda job: _size(job, alone), timeout_s=1800)
-        result = summary(SIZES_CASE, name, ranks)
-        results.append({**result, "parameters": DENSE[name].numel})
-        print(line_of(results[-1]), flush=True)
-    return results
+        with failures_told(SIZES_CASE):
+            ranks = run_on_ranks(flags, lambda job: _size(job, settings), timeout_s=1800)
+            yield {**summary(SIZES_CASE, name, ranks), "parameters": DENSE[name].numel}
 
 
 def _size(job: Job, settings: Settings) -> dict[str, Any]:
@@ -392,328 +372,30 @@ def _size(job: Job, settings: Settings) -> dict[str, Any]:
     }
 
 
+def family_of(case: Case, args: argparse.Namespace) -> tuple[dict[str, Model], str]:
+    """The models of a case's family, and which of them to take."""
+    return (DENSE, args.dense) if case.family == "dense" else (MOE, args.moe)
+
+
+failed: list[Case] = []
+
+
+@contextlib.contextmanager
+def failures_told(case: Case) -> Iterator[None]:
+    """Say what went wrong with a case, and go on to the next."""
+    try:
+        yield
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        failed.append(case)
+        print(f"{case.family} {case.name}: {error}", file=sys.stderr, flush=True)
+
+
 def chosen(args: argparse.Namespace) -> list[Case]:
     """The cases asked for."""
     cases = [case for case in CASES if not args.quick or (case.name, case.family) in QUICK]
     if args.only:
         cases = [case for case in cases if any(word in str(case) for word in args.only)]
     return cases
-
-
-# ------------------------------------------------------------------------ what is written
-
-
-def line_of(result: dict[str, Any]) -> str:
-    """One line about one case."""
-    there = result["switches"]["ours"]["there"]
-    text = (
-        f"{result['family']:6s} {result['name']:30s} {result['model']:>5s}"
-        f"  {there['bytes']['moved'] / 1e6:8.1f} MB  first {there['first_s']:7.3f} s"
-        f"  repeated {there['repeated_s']:7.3f} s  moving {there['moving_s']:6.3f} s"
-        f" = {there['moving_of_bound']:.2f} x bound"
-    )
-    if "checkpoint" in result:
-        text += f"  checkpoint {_save_and_load(result, 'memory'):7.2f} s"
-    return text
-
-
-def _save_and_load(result: dict[str, Any], where: str) -> float:
-    seconds: float = sum(result["checkpoint"][where][name] for name in ("save_s", "load_s"))
-    return seconds
-
-
-def table(content: dict[str, Any]) -> str:
-    """All parts as Markdown."""
-    lines = ["# Switches against what a user would do instead", ""]
-    for part in ("peers", "restart", "sizes"):
-        if part in content:
-            made_by = content[part]["environment"]
-            lines += [f"`{part}`: " + ", ".join(f"{k} {v}" for k, v in made_by.items()), ""]
-    lines += _goals_table(content)
-    if "peers" in content:
-        lines += _peers_tables(content["peers"]["results"])
-    if "restart" in content:
-        lines += _restart_table(content)
-    if "sizes" in content:
-        lines += _sizes_table(content["sizes"]["results"])
-    return "\n".join(lines) + "\n"
-
-
-def _rows(head: str, rows: Iterator[list[str]]) -> list[str]:
-    columns = head.split("|")
-    lines = ["| " + " | ".join(c.strip() for c in columns) + " |", "|---" * len(columns) + "|"]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
-def _name(result: dict[str, Any]) -> list[str]:
-    return [
-        f"{result['name']}, {result['family']} {result['model']}",
-        f"{result['source']} → {result['target']}",
-    ]
-
-
-def goals(content: dict[str, Any]) -> Iterator[tuple[str, float, float, str]]:
-    """(what, what is wanted, the least found, of which case); ratios of the other to ours."""
-    cases = content.get("peers", {"results": []})["results"]
-    ours = {_key(one): one["switches"]["ours"]["there"] for one in cases}
-    found: dict[tuple[str, float], list[tuple[float, str]]] = {}
-    for one in cases:
-        if "checkpoint" in one:
-            ratio = _save_and_load(one, "memory") / ours[_key(one)]["repeated_s"]
-            goal = "save to memory-backed disk + load ÷ repeated switch", 30.0
-            found.setdefault(goal, []).append((ratio, " ".join(_name(one))))
-        if "seconds" in one["weights"] and not one["weights"]["wrong"]:
-            seconds = {n: statistics.median(s) for n, s in one["weights"]["seconds"].items()}
-            nbytes = one["weights"]["bytes"]
-            for name, ratio in (
-                ("megatron.core.resharding ÷ our weights", seconds["megatron"] / seconds["ours"]),
-                ("its bytes ÷ ours", nbytes["megatron"] / max(1, nbytes["ours"])),
-            ):
-                found.setdefault((name, 1.0), []).append((ratio, " ".join(_name(one))))
-    for one in content.get("restart", {"results": []})["results"]:
-        for name, wanted in (("first", 30.0), ("repeated", 50.0)):
-            if _key(one) in ours:
-                ratio = one["seconds"]["total"] / ours[_key(one)][f"{name}_s"]
-                goal = f"stop, save, restart, load ÷ {name} switch", wanted
-                found.setdefault(goal, []).append((ratio, " ".join(_name(one))))
-    for (what, wanted), ratios in found.items():
-        yield what, wanted, *min(ratios)
-
-
-def _key(result: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(result[name] for name in ("name", "family", "model"))
-
-
-def _goals_table(content: dict[str, Any]) -> list[str]:
-    rows = (
-        [what, f"{wanted:g}", f"{least:.2f}", where]
-        for what, wanted, least, where in goals(content)
-    )
-    return ["## Goals", "", *_rows("times slower | wanted | least found | where", rows)]
-
-
-def _peers_tables(results: list[dict[str, Any]]) -> list[str]:
-    def switches() -> Iterator[list[str]]:
-        for one in results:
-            there = one["switches"]["ours"]["there"]
-            yield [
-                *_name(one),
-                f"{there['bytes']['moved'] / 1e6:.0f} MB",
-                f"{there['of_lower_bound']:.3f}",
-                f"{there['first_s']:.3f}",
-                f"{there['repeated_s']:.3f}",
-                *(f"{there['seconds'][phase]:.3f}" for phase in PHASES),
-                f"{there['moving_of_bound']:.2f}",
-                f"{there['peak_extra_bytes'] / 2**20:.0f}",
-                f"{there['planned_peak_extra_bytes'] / 2**20:.0f}",
-            ]
-
-    def checkpoints() -> Iterator[list[str]]:
-        for one in results:
-            if "checkpoint" not in one:
-                continue
-            there = one["switches"]["ours"]["there"]
-            memory, disk = (_save_and_load(one, where) for where in ("memory", "disk"))
-            found = one["checkpoint"]["memory"]
-            yield [
-                *_name(one),
-                f"{found['bytes'] / 1e6:.0f} MB",
-                f"{found['save_s']:.2f} + {found['load_s']:.2f}",
-                f"{disk:.2f}",
-                f"{memory / there['first_s']:.1f}",
-                f"{memory / there['repeated_s']:.1f}",
-                f"{disk / there['repeated_s']:.1f}",
-            ]
-
-    def weights() -> Iterator[list[str]]:
-        for one in results:
-            found = one["weights"]
-            if "refused" in found:
-                yield [*_name(one), " ".join(found["refused"]), *[""] * 5]
-                continue
-            seconds = {name: statistics.median(s) for name, s in found["seconds"].items()}
-            right = not found["wrong"]
-            yield [
-                *_name(one),
-                f"{seconds['megatron']:.4f}" if right else f"wrong in {found['wrong']} tensors",
-                f"{seconds['torch']:.4f}",
-                f"{seconds['ours']:.4f}",
-                f"{seconds['megatron'] / seconds['torch']:.2f}" if right else "",
-                f"{seconds['megatron'] / seconds['ours']:.2f}" if right else "",
-                f"{found['bytes']['ours'] / 1e6:.1f} / {found['bytes']['megatron'] / 1e6:.1f}",
-            ]
-
-    def engines() -> Iterator[list[str]]:
-        for one in results:
-            ways = {name: found["there"] for name, found in one["switches"].items()}
-            yield [
-                *_name(one),
-                *(f"{way['moving_s']:.3f}" for way in ways.values()),
-                *(f"{way['moving_of_bound']:.2f}" for way in ways.values()),
-                *(f"{way['repeated_s']:.3f}" for way in ways.values()),
-            ]
-
-    return [
-        "## Our switch",
-        "",
-        "Seconds; phases are medians of repeated switches. *of bound* is pack + wire + unpack over",
-        "the busiest rank's bytes at the measured bandwidth; peaks are MiB beyond the old state.",
-        "",
-        *_rows(
-            f"transition | layouts | moved | of least bytes | first | repeated | "
-            f"{' | '.join(PHASES)} | of bound | peak | planned",
-            switches(),
-        ),
-        "## Against save and load in the same processes",
-        "",
-        *_rows(
-            "transition | layouts | checkpoint | memory: save + load, s | real disk, s | "
-            "÷ first | ÷ repeated | real disk ÷ repeated",
-            checkpoints(),
-        ),
-        "## Weights alone, against megatron.core.resharding",
-        "",
-        "Seconds of a repeated transfer, plan made. *gloo* is our engine over the same group.",
-        "",
-        *_rows(
-            "transition | layouts | Megatron | gloo | ours | Megatron ÷ gloo | Megatron ÷ ours | "
-            "MB moved, ours / Megatron",
-            weights(),
-        ),
-        "## Our engine set as other tools work",
-        "",
-        "*as peers*: over gloo, each piece a message, the first holder sends, one window.",
-        "",
-        *_rows(
-            "transition | layouts | moving s: ours | gloo | as peers | of bound: ours | gloo | "
-            "as peers | repeated s: ours | gloo | as peers",
-            engines(),
-        ),
-    ]
-
-
-def _restart_table(content: dict[str, Any]) -> list[str]:
-    switches = {
-        _key(one): one["switches"]["ours"]["there"]
-        for one in content.get("peers", {"results": []})["results"]
-    }
-
-    def rows() -> Iterator[list[str]]:
-        for one in content["restart"]["results"]:
-            seconds = one["seconds"]
-            ours = switches.get(_key(one))
-            yield [
-                *_name(one),
-                *(f"{seconds[name]:.2f}" for name in ("save", "end", "start", "total")),
-                *(
-                    f"{seconds['total'] / ours[name]:.1f}" if ours else ""
-                    for name in ("first_s", "repeated_s")
-                ),
-            ]
-
-    head = "transition | layouts | save | end | start | total, s | ÷ first | ÷ repeated"
-    return ["## Against stop, save, restart, load", "", *_rows(head, rows())]
-
-
-def _sizes_table(results: list[dict[str, Any]]) -> list[str]:
-    def rows() -> Iterator[list[str]]:
-        for one in results:
-            ours, gloo = (one["switches"][name]["there"] for name in ("ours", "torch"))
-            yield [
-                f"{one['parameters'] / 1e6:.0f} M",
-                f"{ours['bytes']['moved'] / 1e6:.0f} MB",
-                *(f"{ours[name]:.3f}" for name in ("first_s", "repeated_s", "moving_s")),
-                f"{ours['moving_of_bound']:.2f}",
-                f"{gloo['repeated_s']:.3f}",
-                f"{gloo['moving_of_bound']:.2f}",
-                f"{ours['resident_extra_bytes'] / 2**20:.0f}",
-            ]
-
-    head = (
-        "parameters | moved | first s | repeated s | moving s | of bound | gloo: repeated s | "
-        "of bound | resident MiB more"
-    )
-    case = f"{SIZES_CASE.source} → {SIZES_CASE.target}"
-    return ["## Stall against bytes moved", "", case, "", *_rows(head, rows())]
-
-
-def draw(content: dict[str, Any], path: Path) -> None:
-    """Seconds by transition, and stall against bytes."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    if "peers" in content:
-        _draw_peers(left, content)
-    if "sizes" in content:
-        _draw_sizes(right, content["sizes"]["results"])
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-
-
-def _draw_peers(axis: Any, content: dict[str, Any]) -> None:
-    results = content["peers"]["results"]
-    restarts = {
-        (one["name"], one["family"]): one["seconds"]["total"]
-        for one in content.get("restart", {"results": []})["results"]
-    }
-    marks: list[tuple[str, str, Callable[[dict[str, Any]], float | None]]] = [
-        ("repeated switch", "o", lambda r: r["switches"]["ours"]["there"]["repeated_s"]),
-        ("first switch", "D", lambda r: r["switches"]["ours"]["there"]["first_s"]),
-        ("save + load, memory", "s", lambda r: _save_and_load(r, "memory")),
-        ("save + load, disk", "^", lambda r: _save_and_load(r, "disk")),
-        ("restart", "*", lambda r: restarts.get((r["name"], r["family"]))),
-    ]
-    for number, (label, mark, value) in enumerate(marks):
-        points = [
-            (seconds, place)
-            for place, one in enumerate(results)
-            if ("checkpoint" in one or number < 2) and (seconds := value(one)) is not None
-        ]
-        if points:
-            axis.plot(*zip(*points, strict=True), mark, color=f"C{number}", label=label)
-    names = [f"{r['name']}\n{r['family']} {r['source']} → {r['target']}" for r in results]
-    axis.set_yticks(range(len(results)), names, fontsize=7)
-    axis.invert_yaxis()
-    axis.set_xscale("log")
-    axis.set_xlabel("seconds without a training step")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-
-
-def _draw_sizes(axis: Any, results: list[dict[str, Any]]) -> None:
-    ways = [one["switches"]["ours"]["there"] for one in results]
-    moved = [way["bytes"]["moved"] / 1e9 for way in ways]
-    for number, (name, label) in enumerate(
-        (
-            ("first_s", "first switch"),
-            ("repeated_s", "repeated switch"),
-            ("moving_s", "pack + wire + unpack"),
-            ("bound_s", "bound: busiest rank's bytes ÷ bandwidth"),
-        )
-    ):
-        axis.plot(moved, [way[name] for way in ways], "o-", color=f"C{number}", label=label)
-    for x, one, way in zip(moved, results, ways, strict=True):
-        axis.annotate(one["model"], (x, way["first_s"]), fontsize=7, xytext=(3, 3),
-                      textcoords="offset points")  # fmt: skip
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("GB moved")
-    axis.set_ylabel("seconds")
-    axis.set_title(f"{SIZES_CASE.source} → {SIZES_CASE.target}", fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-
-
-def rounded(value: Any) -> Any:
-    """Floats to the microsecond, in all of a tree."""
-    if isinstance(value, float):
-        return round(value, 6)
-    if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
-    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 PARTS = {"peers": run_peers, "restart": run_restarts, "sizes": run_sizes}
@@ -753,13 +435,16 @@ def main() -> int:
     file = stem.with_suffix(".json")
     content = json.loads(file.read_text()) if file.exists() else {}
     for part in args.parts:
-        results = rounded(PARTS[part](args, settings))
+        results: list[dict[str, Any]] = []
         content[part] = {"environment": where, "results": results}
-        file.write_text(json.dumps(content, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(table(content))
+        for result in PARTS[part](args, settings):
+            results.append(rounded(result))
+            print(line_of(result), flush=True)
+            file.write_text(json.dumps(content, indent=1) + "\n")
+            stem.with_suffix(".md").write_text(table(content))
     with contextlib.suppress(ImportError):
         draw(content, stem.with_suffix(".png"))
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
