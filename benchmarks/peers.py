@@ -145,9 +145,9 @@ def restart(
         flags = ["--ckpt-fully-parallel-load"]
         if settings["dist_ckpt_optim_fully_reshardable"]:
             flags.append("--dist-ckpt-optim-fully-reshardable")
-        stopped = _torchrun(Path(folder) / "stopped", [*source, *flags, "--save", str(at)])
+        stopped = _torchrun(Path(folder) / "stopped", ["--save", folder], [*source, *flags])
         ended = time.time()
-        started = _torchrun(Path(folder) / "started", [*target, *flags, "--load", str(at)])
+        started = _torchrun(Path(folder) / "started", [], [*target, *flags, "--load", str(at)])
     return {
         "save": stopped[1] - stopped[0],
         "end": ended - stopped[1],
@@ -156,15 +156,15 @@ def restart(
     }
 
 
-def _torchrun(stamps: Path, flags: Sequence[str]) -> list[float]:
-    """Run ``stopped_job.py``; returns the times it has noted."""
+def _torchrun(times: Path, own: Sequence[str], flags: Sequence[str]) -> list[float]:
+    """Run ``stopped_job.py`` with its own arguments and Megatron's; returns the times it noted."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(RANKS), str(STOPPED_JOB), str(stamps), *flags]
+    command += ["--nproc-per-node", str(RANKS), str(STOPPED_JOB), str(times), *own, "--", *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800)
     if done.returncode:
         raise RuntimeError(f"the restarted job failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return [float(word) for word in stamps.read_text().split()]
+    return [float(word) for word in times.read_text().split()]
 
 
 # ------------------------------------------------------------------------ resharding
