@@ -101,6 +101,7 @@ ROWS = [
     Row("plans not cached", ALL_ON, before=_forget_plans),
     Row("first holder sends all", ALL_ON, planned(sources=Sources.first)),
     Row("staging 16 MiB", ALL_ON, planned(staging_bytes=16 * _MIB)),
+    Row("rings of shared memory", ALL_ON, transport="rings"),
     Row(GLOO, ALL_ON, transport="gloo"),
     Row("gloo, not coalesced", GLOO, transport="gloo, piece by piece"),
     Row("gloo, first holder sends all", GLOO, planned(sources=Sources.first), "gloo"),
@@ -116,6 +117,7 @@ def transports() -> dict[str, Transport]:
     assert isinstance(gloo, TorchTransport)
     return {
         "read": bridge(EngineTransport.auto),
+        "rings": bridge(EngineTransport.memfd),
         "gloo": gloo,
         "gloo, piece by piece": Uncoalesced(gloo.group, gloo.device),
     }
