@@ -40,7 +40,7 @@ from peers import Uncoalesced
 from switch_report import PHASES as ALL_PHASES
 
 from dynatrain_megatron.adapters.job import Job
-from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.config import EngineSchedule, EngineTransport
 from dynatrain_megatron.engine import TorchTransport, Transport
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanCache, PlanOptions, Sources
@@ -108,6 +108,11 @@ ROWS = [
     Row("gloo, staging 16 MiB", GLOO, planned(staging_bytes=16 * _MIB), "gloo"),
     Row("gloo, one window", GLOO, planned(staging_bytes=1 << 40, window_ops=1 << 20), "gloo"),
     Row("gloo, windows of 8 messages", GLOO, planned(window_ops=8), "gloo"),
+    *(
+        Row(f"gloo, schedule {name}", GLOO, planned(schedule=name), "gloo")
+        for name in EngineSchedule
+        if name is not BASE.plan.schedule
+    ),
 ]
 
 
