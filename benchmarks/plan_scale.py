@@ -27,8 +27,6 @@ import contextlib
 import gc
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 import tracemalloc
@@ -37,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from machine import RESULTS, environment
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanCache, PlanOptions, Topology, make_plan
@@ -45,7 +44,6 @@ from dynatrain_megatron.vps import Roster, RosterSet
 from dynatrain_megatron.vps.roster import union_of_tensors
 
 RANKS_PER_NODE = 8
-RESULTS = Path(__file__).parent / "results"
 
 
 class Case(NamedTuple):
@@ -225,31 +223,6 @@ def received(sides: Sequence[list[bytes]]) -> Rosters:
 # ---------------------------------------------------------------------- what is written
 
 
-def environment() -> dict[str, Any]:
-    """Where and by which command the results came about."""
-    processor = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        names = {
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        }
-        processor = ", ".join(sorted(names)) or processor
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
-    ).stdout.strip()  # fmt: skip
-    return {
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "commit": commit,
-        "command": " ".join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-
-
 def row(result: dict[str, Any]) -> str:
     """One line about one case."""
     seconds = result["seconds"]
@@ -312,7 +285,7 @@ def main() -> int:
         results.append(result)
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / ("plan_scale_quick" if args.quick else "plan_scale")
-    content = {"environment": environment(), "results": results}
+    content = {"environment": environment("numpy"), "results": results}
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     with contextlib.suppress(ImportError):
         draw(results, stem.with_suffix(".png"))

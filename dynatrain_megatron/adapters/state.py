@@ -127,6 +127,17 @@ class HostState:
                 _add_whole(builder, data, parts)
         return builder.build()
 
+    def weights(self) -> Fragments:
+        """Every parameter and buffer as the model holds it, without the optimizer; local.
+
+        What goes from one model to another that is not trained. Its own groups must be installed.
+        """
+        self._check_places({id(p) for opt in self.inner_optimizers() for p in _managed_params(opt)})
+        builder = FragmentsBuilder()
+        for data, parts in self._placed.values():
+            _add_whole(builder, data, parts)
+        return builder.build()
+
     def _check_places(self, managed: set[int]) -> None:
         """All that lives on has a place, and all that has a place lives in the model."""
         for name, tensor in _persistent_tensors(self.model):

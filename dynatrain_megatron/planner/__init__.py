@@ -20,6 +20,7 @@ Before that ``placement`` may let processes take other ranks, so that less has t
 from dynatrain_megatron.planner.cache import PlanCache
 from dynatrain_megatron.planner.placement import Placement, PlacementOptions, place
 from dynatrain_megatron.planner.plan import Plan, PlanOptions, make_plan
+from dynatrain_megatron.planner.shares import Sources
 from dynatrain_megatron.planner.topology import Speeds, Topology
 from dynatrain_megatron.planner.topology_file import TopologyFile, read_topology_file
 
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "PlanCache",
     "PlanOptions",
+    "Sources",
     "Speeds",
     "Topology",
     "TopologyFile",

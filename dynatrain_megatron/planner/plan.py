@@ -15,7 +15,7 @@ from dynatrain_megatron.planner.flows import Flows, find_flows
 from dynatrain_megatron.planner.relays import choose_relayed_shares
 from dynatrain_megatron.planner.routes import Routes, Side, pieces_of
 from dynatrain_megatron.planner.schedule import Links, Messages, Schedule, links_of
-from dynatrain_megatron.planner.shares import Shares, choose_shares, no_shares
+from dynatrain_megatron.planner.shares import Shares, Sources, choose_shares, no_shares
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.planner.windows import place_messages
 from dynatrain_megatron.vps.boxes import IntArray
@@ -30,14 +30,16 @@ _ALGORITHM = b"4"
 class PlanOptions:
     """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations.
 
-    ``schedule`` says how messages are placed into windows. With ``relay`` what several ranks of a
-    node want is relayed where that should be faster.
+    ``schedule`` says how messages are placed into windows, ``sources`` who sends what several
+    ranks hold. With ``relay``, where sources are balanced, what several ranks of a node want is
+    relayed where that should be faster.
     """
 
     staging_bytes: int = 256 << 20
     window_ops: int = 256
     schedule: EngineSchedule = EngineSchedule.direct
     relay: bool = True
+    sources: Sources = Sources.balanced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,10 +170,10 @@ def make_plan(
     coverage proof fails.
     """
     flows = find_flows(source, target, topology)
-    if options.relay:
+    if options.relay and options.sources is Sources.balanced:
         brought, relayed = choose_relayed_shares(flows, topology)
     else:
-        brought, relayed = choose_shares(flows, topology), no_shares()
+        brought, relayed = choose_shares(flows, topology, options.sources), no_shares()
     first, messages = _make_pass(
         flows, brought, Side.SOURCE, source, target, topology, options, rank
     )

@@ -7,7 +7,8 @@ something to do with each other. What each rank sends and receives in detail fol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 
@@ -16,6 +17,13 @@ from dynatrain_megatron.planner.cells import RankSets, grouped_order
 from dynatrain_megatron.planner.flows import Flows
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, run_starts
+
+
+class Sources(StrEnum):
+    """Who sends what several ranks hold: all of the nearest share it out, or the first does."""
+
+    balanced = "balanced"
+    first = "first"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +85,16 @@ class Demands:
         )
 
 
-def choose_shares(flows: Flows, topology: Topology) -> Shares:
+def choose_shares(flows: Flows, topology: Topology, sources: Sources = Sources.balanced) -> Shares:
     """Let every wanter have its flows.
 
     What the wanter holds itself is kept. Everything else comes from the nearest holders (same node
-    first), shared out between equally near ones so that the busiest sender has the least.
+    first): balanced, shared out between equally near ones so that the busiest sender has the least.
     """
-    return bring(flows, find_demands(flows, topology), topology)
+    demands = find_demands(flows, topology)
+    if sources is Sources.first:
+        demands = replace(demands, count=np.ones_like(demands.count))
+    return bring(flows, demands, topology)
 
 
 def find_demands(flows: Flows, topology: Topology) -> Demands:

@@ -8,11 +8,12 @@ own regions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.dry import DryJob
+from tests.dry import DryJob, move
 from tests.ranks import TINY_LLAMA, run_ranks
 from tests.support import How
 from tests.truth import Rules, Truth, carried
@@ -95,3 +96,21 @@ def test_every_element_arrives_at_its_place(name: str, support: Any) -> None:
     (wrong,) = run_ranks(1, worker)
     assert wrong == []
     support(name, How.MOVED, [(case.one, case.other), (case.other, case.one)])
+
+
+@pytest.mark.host
+def test_weights_alone_arrive_at_their_places() -> None:
+    """In float32 without a distributed optimizer a parameter is its own main parameter."""
+    flags = [flag for flag in FLOAT32 if flag != "--use-distributed-optimizer"]
+
+    def worker(rank: int) -> list[str]:
+        job, truth = DryJob(flags), Truth(Rules(8))
+        one, other = job.world("tp2-noopt"), job.world("pp2-noopt")
+        truth.write(one)
+        truth.wipe(other)
+        move(*([replace(rank, fragments=rank.state.weights()) for rank in w] for w in (one, other)))
+        return truth.differences(other)
+
+    (wrong,) = run_ranks(1, worker)
+    assert wrong, "moments do not go along"
+    assert all(" exp_avg" in name for name in wrong)

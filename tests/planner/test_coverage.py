@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.layout import ParallelLayout, layouts
-from dynatrain_megatron.planner import PlanOptions, Speeds, Topology
+from dynatrain_megatron.planner import PlanOptions, Sources, Speeds, Topology
 from dynatrain_megatron.planner.checks import (
     check_coverage,
     check_nothing_lost,
@@ -151,6 +151,25 @@ def test_a_piece_comes_from_a_nearest_holder(case: Case, data: st.DataObject) ->
         assert int(routes.src[i]) in holders
         nearest = min(topology.distance(rank, dst) for rank in holders)
         assert topology.distance(int(routes.src[i]), dst) == nearest
+
+
+@settings(max_examples=100, deadline=None)
+@given(irregular_cases(max_ranks=6))
+def test_the_first_holder_sends_all_where_nothing_is_shared_out(case: Case) -> None:
+    source = case.source
+    plan = case.plan(options=PlanOptions(sources=Sources.first))
+    carry_out(plan, case)
+    assert plan.moved_bytes == plan.lower_bound_bytes
+    pieces = plan.passes[0].schedule.pieces
+    for i in range(len(pieces)):
+        tensor = int(pieces.tensor[i])
+        region = region_of(pieces, i, len(source.tensors[tensor].shape))
+        first = next(
+            rank
+            for rank in range(source.num_ranks)
+            if held(source, rank, tensor)[slices(region)].all()
+        )
+        assert int(pieces.src[i]) == first
 
 
 @settings(max_examples=300, deadline=None)
