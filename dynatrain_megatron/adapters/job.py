@@ -5,14 +5,22 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.groups import RanksFunction
 from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.engine.transport import Transport
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import PlanCache
+from dynatrain_megatron.planner import PlanCache, Recent, Topology
+from dynatrain_megatron.vps import RosterSet
+
+if TYPE_CHECKING:
+    from dynatrain_megatron.adapters.built import Built, BuiltCache
+
+
+_MAX_TRANSITIONS = 32
+"""Rosters and plans kept: those of every way between six layouts."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,14 @@ class Iterators:
     test: Any
 
 
+@dataclass(frozen=True, slots=True)
+class RostersKey:
+    """The rosters of two layouts, by the digests of every rank's own."""
+
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+
+
 @dataclass
 class Job:
     """A training job at a step boundary.
@@ -50,7 +66,10 @@ class Job:
     ``args``, ``model``, ``optimizer``, ``scheduler``, ``config`` and ``container`` are the objects
     Megatron's frames hold: they stay the same objects for the whole run, their contents change.
     ``baseline`` is a shallow copy of ``args`` as validated for ``layout``. ``bridge`` carries
-    transfers; it is made at the first switch. ``plans`` are those of switches made before.
+    transfers; it is made at the first switch, with ``topology``,
+    what was found out of where its ranks are and their hosts' names. ``built`` is
+    the layout in force, ``dormant`` are layouts left before; ``rosters`` and ``plans`` are those of
+    switches made before.
     """
 
     launch: LaunchArguments
@@ -66,6 +85,12 @@ class Job:
     iterators: Iterators
     iteration: int
     num_flops: float
+    dormant: BuiltCache
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
+    built: Built | None = None
     bridge: Transport | None = None
-    plans: PlanCache = field(default_factory=PlanCache)
+    topology: tuple[Topology, tuple[str, ...]] | None = None
+    rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(
+        default_factory=lambda: Recent(_MAX_TRANSITIONS)
+    )
+    plans: PlanCache = field(default_factory=lambda: PlanCache(_MAX_TRANSITIONS))
