@@ -207,6 +207,9 @@ class BuiltCache:
     def __len__(self) -> int:
         return len(self._dormant)
 
+    def __iter__(self) -> Iterator[Built]:
+        return iter(self._dormant)
+
     def take(self, key: BuiltKey) -> Built | None:
         """The dormant layout of this key, which is in the cache no longer."""
         return self._dormant.pop(key)

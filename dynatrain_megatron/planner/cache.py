@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from dynatrain_megatron.planner.checks import check_nothing_lost
@@ -32,6 +32,10 @@ class Recent[Key: Hashable, Value]:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def __iter__(self) -> Iterator[Value]:
+        """The values, the one used longest ago first."""
+        return iter(self._values.values())
 
     def get(self, key: Key) -> Value | None:
         """The value of this key, now the one used last; None where there is none."""
