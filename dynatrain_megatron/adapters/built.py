@@ -77,8 +77,8 @@ class Built:
     def fragments(self) -> Fragments:
         """The fragments of this layout, described anew only where their memory is another.
 
-        Local; its own groups must be installed the first time. ``digest`` is that of the roster
-        afterwards. Raises as :meth:`HostState.fragments` does.
+        Local; its own groups must be installed. They are ``described`` afterwards, and ``digest``
+        is that of their roster. Raises as :meth:`HostState.fragments` does.
         """
         self.state.allocate_moments()
         rests_on = self.state.memory()
@@ -87,6 +87,12 @@ class Built:
             self._fragments = self.state.fragments()
             self._rests_on = rests_on
             self.digest = hashlib.sha256(self._fragments.roster.to_bytes()).hexdigest()
+        return self._fragments
+
+    @property
+    def described(self) -> Fragments:
+        """What :meth:`fragments` found last."""
+        assert self._fragments is not None
         return self._fragments
 
     def sleep(self, gradients: Dropped) -> None:

@@ -38,7 +38,15 @@ from dynatrain_megatron.adapters.job import Iterators, Job, RostersKey
 from dynatrain_megatron.adapters.skeleton import become
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
 from dynatrain_megatron.config import EngineTransport
-from dynatrain_megatron.engine import ExecutionReport, Fragments, Transport, connect, execute
+from dynatrain_megatron.engine import (
+    BoundPlan,
+    ExecutionReport,
+    Fragments,
+    Transport,
+    bind_plan,
+    connect,
+    execute,
+)
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.memory import Dropped, storage_bytes
 from dynatrain_megatron.engine.replicas import check_replicas
@@ -141,13 +149,18 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         expected = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
             try:
-                plan, rosters, topology = _planned(job, source, ready.built, bridge, options)
+                planned = _planned(job, source, ready.built, bridge, options)
             except SwitchRefused:
                 ready.built.destroy()
                 raise
+            plan, rosters = planned.plan, planned.rosters
             if options.placement:
-                report.placement = _what_placement_would_save(rosters, topology, rank)
-        executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
+                report.placement = _what_placement_would_save(rosters, planned.topology, rank)
+        executed = execute(
+            *(plan, old_fragments, new_fragments, bridge),
+            timeout_s=options.timeout_s,
+            bound=planned.bound,
+        )
         with phase("rebuild", "parameters gathered from main parameters"):
             steps = _exchange_steps(source.state.steps(), bridge, options.timeout_s)
             new.restore_steps(steps)
@@ -386,20 +399,29 @@ def _rosters(
     known = job.rosters.get(key)
     if known is None:
         old, new = (
-            _gather_rosters(built.fragments(), bridge, timeout_s) for built in (source, target)
+            _gather_rosters(built.described, bridge, timeout_s) for built in (source, target)
         )
         known = _merged(old, new)
         job.rosters.put(key, known)
     return known
 
 
+class _Planned(NamedTuple):
+    """A plan, the roster sets and the topology it was made of, and this rank's part in memory."""
+
+    plan: Plan
+    rosters: tuple[RosterSet, RosterSet]
+    topology: Topology
+    bound: BoundPlan
+
+
 def _planned(
     job: Job, source: Built, target: Built, bridge: Transport, options: SwitchOptions
-) -> tuple[Plan, tuple[RosterSet, RosterSet], Topology]:
-    """This rank's part of the plan that all agreed on, roster sets and topology; collective.
+) -> _Planned:
+    """This rank's part of the plan that all agreed on, and what it was made of.
 
-    Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan cannot be,
-    :class:`TransitionError` where they made different plans.
+    Collective. Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan
+    cannot be, :class:`TransitionError` where they made different plans.
     """
     # At least a byte: whoever wants little staging memory gets as many windows as there can be.
     room = max(1, options.plan.staging_bytes - bridge.held_bytes)
@@ -407,26 +429,30 @@ def _planned(
     assert job.topology is not None
     topology, hosts = job.topology
     problem = digest = ""
+    fragments, bound = (source.described, target.described), None
     try:
         if options.topology is not None:
             topology = options.topology.over(topology, hosts)
         rosters = _rosters(job, source, target, bridge, options.timeout_s)
         plan = job.plans.plan(*rosters, topology, plan_options, rank=bridge.rank)
-        digest = plan.digest
+        digest, bound = plan.digest, job.bound_plans.get(plan, *fragments)
     except (ConfigError, TransitionError) as error:
         problem = str(error)
-    own = json.dumps([problem, digest]).encode()
+    own = json.dumps([problem, digest, bound is not None]).encode()
     answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=options.timeout_s)]
-    for found, _ in answers:
+    for found, _, _ in answers:
         if found:
             raise SwitchRefused(found, f"the job stays in layout {job.layout}")
-    odd = [rank for rank, (_, made) in enumerate(answers) if made != answers[0][1]]
+    odd = [rank for rank, (_, made, _) in enumerate(answers) if made != answers[0][1]]
     if odd:
         raise TransitionError(
             f"ranks {odd} made another plan than rank 0; their rosters, options or package "
             "versions differ"
         )
-    return plan, rosters, topology
+    if bound is None or not all(known for _, _, known in answers):
+        bound = bind_plan(plan, *fragments, bridge, timeout_s=options.timeout_s)
+        job.bound_plans.put(plan, *fragments, bound)
+    return _Planned(plan, rosters, topology, bound)
 
 
 def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
