@@ -85,8 +85,8 @@ class Job:
     ``args``, ``model``, ``optimizer``, ``scheduler``, ``config`` and ``container`` are the objects
     Megatron's frames hold: they stay the same objects for the whole run, their contents change.
     ``baseline`` is a shallow copy of ``args`` as validated for ``layout``. ``bridge`` carries
-    transfers; it is made at the first switch, with ``topology``: nodes and links as they were found,
-    and every rank's host. ``built`` is the layout in force, ``dormant`` are layouts left before;
+    transfers; it is made at the first switch, with ``topology``: nodes and links as found, and
+    every rank's host. ``built`` is the layout in force, ``dormant`` are layouts left before;
     ``rosters``, ``plans`` and ``bound_plans`` are those of switches made before.
     """
 
