@@ -1,6 +1,6 @@
 """Where the stall of a switch goes when a job goes to and fro between two layouts.
 
-A real Megatron job on CPU ranks, two steps in each layout; at a switch back groups, objects,
+A real Megatron job on CPU ranks, one step in each layout; at a switch back groups, objects,
 rosters and plan are known. Printed are seconds by phase of the first switch each way and the
 medians of the later ones, and the share of data movement::
 
@@ -48,16 +48,14 @@ def flags(hidden: int, layers: int) -> list[str]:
 
 
 def run(args: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
-    """Train, switching after every other step; the events of the switches in order."""
+    """Train, switching after every step; the events of the switches in order."""
     layouts = ["tp2-pp2", args.other]
     switches = 2 * args.rounds
-    steps = [
-        f"{{iteration: {2 * (i + 1)}, layout: {layouts[(i + 1) % 2]}}}" for i in range(switches)
-    ]
+    steps = [f"{{iteration: {i + 1}, layout: {layouts[(i + 1) % 2]}}}" for i in range(switches)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", "--redirects", "3", "--log-dir", str(directory / "ranks")]
     command += ["-m", ENTRY, *flags(args.hidden, args.layers)]
-    command += ["--train-iters", str(2 * switches + 1), "--data-cache-path", str(directory)]
+    command += ["--train-iters", str(switches + 1), "--data-cache-path", str(directory)]
     command += ["--dynatrain", f"run_dir={directory}", "platform=cpu"]
     command += [f"schedule=[{', '.join(steps)}]", *args.override]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
