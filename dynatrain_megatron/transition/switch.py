@@ -188,6 +188,7 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
         staging=plan.peak_staging_bytes(rank) + bridge.held_bytes,
     )
     with phase("commit", "old memory released"):
+        assert ready.iterators is not None
         destroyed = hand_over(job, ready.built, ready.iterators, baseline, old_gradients)
         ready.gradients.restore()
         num_groups = len(ready.built.groups.process_groups())
@@ -277,9 +278,9 @@ class _Ready(NamedTuple):
     built: Built
     woken: bool
     fragments: Fragments
-    iterators: Iterators
     gradients: Dropped
     skeleton_bytes: int
+    iterators: Iterators | None = None
 
 
 def _ready(
@@ -288,36 +289,51 @@ def _ready(
     """Groups and objects of the target, once every rank could make its own; collective.
 
     Megatron says no to some layouts only while it builds modules. Then the groups go and the
-    switch is refused on all ranks.
+    switch is refused on all ranks; before data is read, which takes all of them.
     """
     key = BuiltKey.of(layout, job.args)
     dormant = job.dormant.take(key)
-    ready, problem, made = None, "", None
+    made, ready, problem = None, None, ""
     try:
         with phase("groups", "process groups made" if dormant is None else "process groups kept"):
             made = _groups(job) if dormant is None else dormant.groups
             groups.install(made)
-        with phase("build", "model, optimizer and data iterators made for the target"):
+        with phase("build", "model and optimizer of the target"):
             skeleton.set_microbatches(job.args)
             ready = _built(job, key, made) if dormant is None else _woken(job, dormant)
     except Exception as error:
-        logger.warning("the target could not be built on this rank", exc_info=True)
-        problem = f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
-    with phase("build", "the same on every rank"):
-        answers = bridge.all_gather(problem.encode(), timeout_s=timeout_s)
-    for rank, answer in enumerate(answers):
-        if answer:
-            failed = dormant if ready is None else ready.built
-            if failed is not None:
-                failed.destroy()
-            elif made is not None:
-                groups.destroy(made)
-            raise SwitchRefused(
-                f"rank {rank} cannot build the target: {answer.decode()}",
-                f"the job stays in layout {job.layout}",
-            )
+        problem = _told(error)
+    iterators = None
+    with phase("build", "data iterators, and all ranks waited for"):
+        problem = _any_problem(problem, bridge, timeout_s)
+        if ready is not None and not problem:
+            try:
+                iterators = skeleton.take_position(job, ready.built.skeleton)
+            except Exception as error:
+                problem = _told(error)
+            problem = _any_problem(problem, bridge, timeout_s)
+    if problem:
+        failed = dormant if ready is None else ready.built
+        if failed is not None:
+            failed.destroy()
+        elif made is not None:
+            groups.destroy(made)
+        raise SwitchRefused(problem, f"the job stays in layout {job.layout}")
     assert ready is not None
-    return ready
+    return ready._replace(iterators=iterators)
+
+
+def _told(error: Exception) -> str:
+    logger.warning("the target could not be built on this rank", exc_info=True)
+    return f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
+
+
+def _any_problem(own: str, bridge: Transport, timeout_s: float) -> str:
+    """What keeps a rank from building the target; empty where all can. Collective."""
+    for rank, problem in enumerate(bridge.all_gather(own.encode(), timeout_s=timeout_s)):
+        if problem:
+            return f"rank {rank} cannot build the target: {problem.decode()}"
+    return ""
 
 
 def _groups(job: Job) -> groups.Groups:
@@ -330,15 +346,13 @@ def _built(job: Job, key: BuiltKey, made: groups.Groups) -> _Ready:
     become(job.config, built.skeleton.config)
     skeleton_bytes = storage_bytes(built.state.tensors())
     gradients = Dropped(built.state.gradients())
-    iterators = skeleton.take_position(job, built.skeleton)
-    return _Ready(built, False, built.fragments(), iterators, gradients, skeleton_bytes)
+    return _Ready(built, False, built.fragments(), gradients, skeleton_bytes)
 
 
 def _woken(job: Job, dormant: Built) -> _Ready:
     become(job.config, dormant.skeleton.config)
     gradients = dormant.wake()
-    iterators = skeleton.take_position(job, dormant.skeleton)
-    return _Ready(dormant, True, dormant.fragments(), iterators, gradients, 0)
+    return _Ready(dormant, True, dormant.fragments(), gradients, 0)
 
 
 def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -> list[Roster]:
