@@ -116,6 +116,19 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ElasticConfig:
+    """What is kept of the worlds a job has been in: the group ``elastic``."""
+
+    cache_worlds: int = 4
+    """Layouts kept beside the one in force: process groups and model objects, without memory."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no sense."""
+        if type(self.cache_worlds) is not int or self.cache_worlds < 0:
+            _refuse("elastic.cache_worlds", self.cache_worlds)
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleStep:
     """One planned switch, at the first step boundary at or after ``iteration`` (1 or more).
 
@@ -144,6 +157,7 @@ class DynaTrainConfig:
     """``auto``, or a YAML file: see :mod:`dynatrain_megatron.planner.topology_file`."""
     on_refusal: OnRefusal = OnRefusal["continue"]
     engine: EngineConfig = field(default_factory=EngineConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     record_steps: bool = True
     save_after_switch: bool = False
     """Whether each switch is followed by a checkpoint in the new layout, with Megatron's --save."""
@@ -204,6 +218,7 @@ _ALLOWED = {
     "engine.verify": _one_of(Verify),
     "engine.check_replicas": "true or false",
     "engine.timeout_s": "a number above 0 (seconds)",
+    "elastic.cache_worlds": "a whole number of at least 0",
     "record_steps": "true or false",
     "save_after_switch": "true or false",
 }
@@ -245,8 +260,9 @@ def compose(overrides: Sequence[str]) -> DynaTrainConfig:
         given |= _parse_override(override)
     tree = _hydra_compose(overrides, given)
     engine = EngineConfig(**tree.pop("engine"))
+    elastic = ElasticConfig(**tree.pop("elastic"))
     schedule = tuple(tree.pop("schedule"))
-    return DynaTrainConfig(engine=engine, schedule=schedule, **tree)
+    return DynaTrainConfig(engine=engine, elastic=elastic, schedule=schedule, **tree)
 
 
 def _parse_override(text: str) -> dict[str, object]:
@@ -314,6 +330,7 @@ def _hydra_compose(overrides: Sequence[str], given: Mapping[str, object]) -> dic
     # A schema from frozen classes is read-only, overrides included.
     OmegaConf.set_readonly(schema, None)
     OmegaConf.set_readonly(schema.engine, None)
+    OmegaConf.set_readonly(schema.elastic, None)
     ConfigStore.instance().store(name="dynatrain_config", node=schema)
     # The job may use Hydra itself; there is one global instance, so ours takes its place briefly.
     outer = GlobalHydra.instance().hydra

@@ -35,6 +35,12 @@ class Groups:
         world = dist.group.WORLD
         return sorted((g for g in found.values() if g is not world), key=lambda g: g.group_name)
 
+    def forget_scratch(self) -> None:
+        """Free the memory that Megatron reuses from step to step; it allocates what it needs."""
+        scratch = self.values.get("_GLOBAL_MEMORY_BUFFER")
+        if scratch is not None:
+            scratch.buffer.clear()
+
 
 def capture() -> Groups:
     """The groups in force."""
@@ -43,17 +49,9 @@ def capture() -> Groups:
     return Groups(_state_of(parallel_state))
 
 
-def build(args: Namespace, embedding: RanksFunction, position: RanksFunction) -> Groups:
-    """Collective over the world in force: make the groups for validated ``args``.
-
-    Nothing is installed. ``args`` must already be Megatron's live arguments, since the functions
-    that name embedding ranks read those.
-    """
-    spec = importlib.util.find_spec("megatron.core.parallel_state")
-    assert spec is not None and spec.loader is not None
-    private = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(private)
-    wanted = {
+def options(args: Namespace) -> dict[str, object]:
+    """What validated ``args`` ask of ``initialize_model_parallel``, by its parameters' names."""
+    return {
         "tensor_model_parallel_size": args.tensor_model_parallel_size,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
@@ -68,11 +66,25 @@ def build(args: Namespace, embedding: RanksFunction, position: RanksFunction) ->
         "distributed_timeout_minutes": args.distributed_timeout_minutes,
         "nccl_communicator_config_path": args.nccl_communicator_config_path,
         "order": rank_order(args),
-        "get_embedding_ranks": embedding,
-        "get_position_embedding_ranks": position,
         "create_gloo_process_groups": args.use_gloo_process_groups,
         "high_priority_stream_groups": args.high_priority_stream_groups,
         "sharp_enabled_group": args.sharp_enabled_group,
+    }
+
+
+def build(args: Namespace, embedding: RanksFunction, position: RanksFunction) -> Groups:
+    """Collective over the world in force: make the groups for validated ``args``.
+
+    Nothing is installed. ``args`` must already be Megatron's live arguments, since the functions
+    that name embedding ranks read those.
+    """
+    spec = importlib.util.find_spec("megatron.core.parallel_state")
+    assert spec is not None and spec.loader is not None
+    private = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(private)
+    wanted = options(args) | {
+        "get_embedding_ranks": embedding,
+        "get_position_embedding_ranks": position,
     }
     known = inspect.signature(private.initialize_model_parallel).parameters
     private.initialize_model_parallel(**{k: v for k, v in wanted.items() if k in known})

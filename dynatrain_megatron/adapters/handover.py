@@ -2,7 +2,8 @@
 
 ``pretrain`` keeps the model list, optimizer, scheduler and configs in its own frame and goes on
 using them after ``train`` returns. They cannot be reassigned from outside, so each old object
-takes the new one's class and shares its attributes: both names are one state from then on.
+takes the new one's class and shares its attributes: both names are one state from then on, until
+the next switch. The new object itself, in the target's skeleton, keeps its attributes for good.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from dynatrain_megatron.adapters import groups
-from dynatrain_megatron.adapters.job import Job
-from dynatrain_megatron.adapters.skeleton import Skeleton, close_iterators
-from dynatrain_megatron.adapters.state import HostState
-from dynatrain_megatron.engine.memory import release
-from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.adapters.built import Built
+from dynatrain_megatron.adapters.job import Iterators, Job
+from dynatrain_megatron.adapters.skeleton import become, close_iterators
+from dynatrain_megatron.engine.memory import Dropped
 
 
 def finish_in_flight() -> None:
@@ -49,58 +48,30 @@ def stay(job: Job, functions: dict[str, Any]) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def become(old: Any, new: Any) -> None:
-    """``old`` takes ``new``'s class and shares its attribute dictionary."""
-    if old is new or old is None:
-        return
-    object.__setattr__(old, "__class__", type(new))
-    object.__setattr__(old, "__dict__", new.__dict__)
-
-
 def hand_over(
-    job: Job,
-    skeleton: Skeleton,
-    source: HostState,
-    old_groups: groups.Groups,
-    layout: ParallelLayout,
-    baseline: Namespace,
+    job: Job, target: Built, iterators: Iterators, baseline: Namespace, gradients: Dropped
 ) -> int:
-    """Commit: the job goes on in ``layout``; returns how many process groups were destroyed.
+    """Commit: the job goes on in ``target``; returns how many process groups were destroyed.
 
-    The target's args and groups are in force already. Runs on every rank; destroying groups may
-    be collective on NCCL. Memory is freed at once; the empty objects of the old model are left to
-    Python's collector, which would take longer than the rest of a commit if it were run here.
+    The target's args, config and groups are in force already. The layout left falls asleep, its
+    ``gradients`` being dropped already; others may have to go for it. Runs on every rank;
+    destroying groups may be collective on NCCL.
     """
-    from megatron.core.utils import get_model_config
-
-    old_memory, old_model = list(source.tensors()), list(job.model)
+    left, new = job.built, target.skeleton
+    assert left is not None
     old_iterators = job.iterators
-    job.model[:] = skeleton.model
-    become(job.optimizer, skeleton.optimizer)
-    become(job.scheduler, skeleton.scheduler)
-    become(job.config, get_model_config(skeleton.model[0]))
-    become(job.container, skeleton.container)
-    job.iterators = skeleton.iterators
+    job.model[:] = new.model
+    become(job.optimizer, new.optimizer)
+    become(job.scheduler, new.scheduler)
+    become(job.container, new.container)
+    job.iterators = iterators
     job.checkpointing_context.clear()  # caches the old layout's groups and save plans
     _reset_trackers()
-    job.layout, job.baseline = layout, baseline
-    release(old_memory)
-    _take_apart(old_model)
-    del old_memory, old_model
-    destroyed = groups.destroy(old_groups)
+    job.layout, job.baseline, job.built = target.key.layout, baseline, target
+    left.sleep(gradients)
+    destroyed = job.dormant.put(left)
     close_iterators(old_iterators)
     return destroyed
-
-
-def _take_apart(model: list[Any]) -> None:
-    """Let go of all that the old modules hold, process groups with threads and sockets above all.
-
-    The collector cannot free them by itself: modules such as token dispatchers keep tensors of
-    their last step, whose graph reaches, out of its sight, the gradient hooks that hold the model.
-    """
-    for chunk in model:
-        for module in list(chunk.modules()):
-            vars(module).clear()
 
 
 def _reset_trackers() -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.groups import RanksFunction
 from dynatrain_megatron.adapters.samplers import LaunchData
-from dynatrain_megatron.engine.transport import Transport
+from dynatrain_megatron.engine import BoundPlan, Fragments, Transport
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import PlanCache
+from dynatrain_megatron.planner import Plan, PlanCache, Recent, Topology
+from dynatrain_megatron.vps import RosterSet
+
+if TYPE_CHECKING:
+    from dynatrain_megatron.adapters.built import Built, BuiltCache
+
+
+_MAX_TRANSITIONS = 32
+"""Rosters and plans kept: those of every way between six layouts."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,32 @@ class Iterators:
     test: Any
 
 
+@dataclass(frozen=True, slots=True)
+class RostersKey:
+    """The rosters of two layouts, by the digests of every rank's own."""
+
+    source: tuple[str, ...]
+    target: tuple[str, ...]
+
+
+class BoundPlans:
+    """Plans bound to memory before, for as long as both layouts' fragments are the same."""
+
+    def __init__(self) -> None:
+        self._of_source = WeakKeyDictionary[
+            Fragments, WeakKeyDictionary[Fragments, tuple[Plan, BoundPlan]]
+        ]()
+
+    def get(self, plan: Plan, source: Fragments, target: Fragments) -> BoundPlan | None:
+        """``plan`` bound to these fragments; None where it is not known here."""
+        made, bound = self._of_source.get(source, {target: (None, None)}).get(target, (None, None))
+        return bound if made is plan else None
+
+    def put(self, plan: Plan, source: Fragments, target: Fragments, bound: BoundPlan) -> None:
+        """Keep ``bound`` in place of the one before between these fragments."""
+        self._of_source.setdefault(source, WeakKeyDictionary())[target] = plan, bound
+
+
 @dataclass
 class Job:
     """A training job at a step boundary.
@@ -50,7 +85,9 @@ class Job:
     ``args``, ``model``, ``optimizer``, ``scheduler``, ``config`` and ``container`` are the objects
     Megatron's frames hold: they stay the same objects for the whole run, their contents change.
     ``baseline`` is a shallow copy of ``args`` as validated for ``layout``. ``bridge`` carries
-    transfers; it is made at the first switch. ``plans`` are those of switches made before.
+    transfers; it is made at the first switch, with ``topology``: nodes and links as found, and
+    every rank's host. ``built`` is the layout in force, ``dormant`` are layouts left before;
+    ``rosters``, ``plans`` and ``bound_plans`` are those of switches made before.
     """
 
     launch: LaunchArguments
@@ -66,6 +103,13 @@ class Job:
     iterators: Iterators
     iteration: int
     num_flops: float
+    dormant: BuiltCache
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
+    built: Built | None = None
     bridge: Transport | None = None
-    plans: PlanCache = field(default_factory=PlanCache)
+    topology: tuple[Topology, tuple[str, ...]] | None = None
+    rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(
+        default_factory=lambda: Recent(_MAX_TRANSITIONS)
+    )
+    plans: PlanCache = field(default_factory=lambda: PlanCache(_MAX_TRANSITIONS))
+    bound_plans: BoundPlans = field(default_factory=BoundPlans)

@@ -1,17 +1,18 @@
 """Builds what a layout needs of the model side: modules, DDP buffers, optimizer, scheduler, data.
 
 Runs on the main thread at a step boundary, with the target's arguments and groups in force.
-Nothing is initialised at random: every element is written by the transfer afterwards.
+Nothing is initialised at random: every element is written by the transfer afterwards. What depends
+on the run's position is set apart, by :func:`take_position`: a skeleton may have been built when
+the run was elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,22 +26,55 @@ from dynatrain_megatron.adapters.state import HostState
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The target's objects, empty of state until the transfer has run."""
+    """A layout's objects, empty of state until the transfer has run.
+
+    They are not those that Megatron's frames hold, which share the attributes of the ones in force.
+    ``datasets`` are those its iterators read, by what they were asked for with.
+    """
 
     model: list[Any]
     optimizer: Any
     scheduler: Any
+    config: Any
     container: Any
-    iterators: Iterators
+    datasets: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_launch(cls, job: Job) -> Skeleton:
+        """The objects ``job`` was launched with, as others that share their attributes."""
+        optimizer, scheduler = _alias(job.optimizer), _alias(job.scheduler)
+        if scheduler is not None:
+            scheduler.optimizer = optimizer
+        return cls(list(job.model), optimizer, scheduler, _alias(job.config), _alias(job.container))
+
+
+def become(old: Any, new: Any) -> None:
+    """``old`` takes ``new``'s class and shares its attribute dictionary."""
+    if old is new or old is None:
+        return
+    object.__setattr__(old, "__class__", type(new))
+    object.__setattr__(old, "__dict__", new.__dict__)
+
+
+def _alias(given: Any) -> Any:
+    if given is None:
+        return None
+    alias = object.__new__(type(given))
+    become(alias, given)
+    return alias
 
 
 @contextlib.contextmanager
 def host_context(job: Job) -> Iterator[None]:
-    """Put everything global back as it was if the body raises: args, groups, batches, streams."""
+    """Put all that is global back as it was if the body raises: args, groups, batches, streams.
+
+    The model's config counts as global, since the launch's modules read the very object that
+    Megatron's frames hold.
+    """
     from megatron.core import num_microbatches_calculator as batches
     from megatron.core.tensor_parallel import random as streams
 
-    args = dict(vars(job.args))
+    args, config = dict(vars(job.args)), _alias(job.config)
     in_force = groups.capture()
     calculator = batches._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     tracker = streams.get_cuda_rng_tracker().get_states()
@@ -50,6 +84,7 @@ def host_context(job: Job) -> Iterator[None]:
     except BaseException:
         vars(job.args).clear()
         vars(job.args).update(args)
+        become(job.config, config)
         groups.install(in_force)
         batches._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
         streams.get_cuda_rng_tracker().set_states(tracker)
@@ -58,11 +93,13 @@ def host_context(job: Job) -> Iterator[None]:
 
 
 def build(job: Job) -> Skeleton:
-    """Collective over the world in force; the target's args and groups must be installed."""
-    set_microbatches(job.args)
-    seed_streams(job)
+    """Collective over the world in force; args, groups and batches of the target must be in force.
+
+    Random streams are undefined afterwards.
+    """
+    from megatron.core.utils import get_model_config
+
     args = job.args
-    generators = _generator_states()
     run = {
         name: getattr(args, name)
         for name in (
@@ -87,11 +124,21 @@ def build(job: Job) -> Skeleton:
             config = getattr(module, "config", None)
             if config is not None and hasattr(config, "perform_initialization"):
                 config.perform_initialization = args.perform_initialization
-    _carry_optimizer(job, optimizer)
-    _carry_schedule(job.scheduler, scheduler)
-    iterators = build_iterators(job, num_chunks=len(model))
+    return Skeleton(model, optimizer, scheduler, get_model_config(model[0]), container)
+
+
+def take_position(job: Job, skeleton: Skeleton) -> Iterators:
+    """Bring a skeleton, built or kept, to where the run is; returns iterators from there on.
+
+    Collective over the world in force; its args, groups and batches must be in force.
+    """
+    seed_streams(job)
+    generators = _generator_states()
+    _carry_optimizer(job, skeleton.optimizer)
+    _carry_schedule(job.scheduler, skeleton.scheduler)
+    iterators = build_iterators(job, skeleton)
     _restore_generators(generators)
-    return Skeleton(model, optimizer, scheduler, container, iterators)
+    return iterators
 
 
 def set_microbatches(args: Namespace) -> None:
@@ -136,24 +183,37 @@ def base_seed(seed: int, iteration: int) -> int:
     return (seed + 1_000_003 * iteration) % (2**31 - 1) + 1
 
 
-def build_iterators(job: Job, *, num_chunks: int) -> Iterators:
-    """Data iterators at the run's position, as ``pretrain`` builds them."""
+def build_iterators(job: Job, skeleton: Skeleton) -> Iterators:
+    """Data iterators at the run's position, as ``pretrain`` builds them, over kept datasets."""
     provider, args = job.recipe.dataset_provider, job.args
 
-    def make(provider: Any) -> tuple[Any, Any, Any]:
+    def make(stage: int | None) -> tuple[Any, Any, Any]:
         if args.full_validation:  # set to the length of the loaders, but sizes the test dataset
             args.eval_iters = job.baseline.eval_iters
         with replaying(job.recipe.data, args):
-            return job.recipe.build_iterators(provider)
+            return job.recipe.build_iterators(_keeping(provider, stage, skeleton.datasets))
 
     if args.virtual_pipeline_model_parallel_size is None:
-        return Iterators(*make(provider))
-    rows = []
-    for stage in range(num_chunks):
-        staged: Any = functools.partial(provider, vp_stage=stage)
-        staged.is_distributed = getattr(provider, "is_distributed", False)
-        rows.append(make(staged))
+        return Iterators(*make(None))
+    rows = [make(stage) for stage in range(len(skeleton.model))]
     return Iterators(*(list(column) for column in zip(*rows, strict=True)))
+
+
+def _keeping(provider: Any, stage: int | None, kept: dict[str, Any]) -> Any:
+    """A dataset provider for one stage of a virtual pipeline that asks the real one once.
+
+    Which samples a dataset has depends on how many are asked for, and never on the position.
+    """
+    given = {} if stage is None else {"vp_stage": stage}
+
+    def provide(num_samples: Any) -> Any:
+        key = f"{stage} {num_samples}"
+        if key not in kept:
+            kept[key] = provider(num_samples, **given)
+        return kept[key]
+
+    provide.is_distributed = getattr(provider, "is_distributed", False)  # type: ignore[attr-defined]
+    return provide
 
 
 def close_iterators(iterators: Iterators) -> None:

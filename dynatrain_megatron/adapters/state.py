@@ -138,6 +138,24 @@ class HostState:
             _add_whole(builder, data, parts)
         return builder.build()
 
+    def memory(self) -> tuple[object, ...]:
+        """What a description rests on: which tensors there are, where they lie, what is trained.
+
+        Equal where :meth:`fragments` would describe the same memory, as long as the former
+        description is alive.
+        """
+        live = (
+            (id(tensor), *_place(tensor), tensor.requires_grad)
+            for chunk in self.model
+            for tensor in itertools.chain(chunk.parameters(), chunk.module.buffers())
+        )
+        owned = (
+            (id(shard.param), shard.start, shard.stop, kind, *_place(state))
+            for shard in self.shards()
+            for kind, state in shard.states.items()
+        )
+        return (*live, *owned)
+
     def _check_places(self, managed: set[int]) -> None:
         """All that lives on has a place, and all that has a place lives in the model."""
         for name, tensor in _persistent_tensors(self.model):
@@ -242,6 +260,26 @@ class HostState:
                     moments += 4 * _steps_per_param(opt.optimizer)
         return ExpectedBytes(model, gradients, moments)
 
+    def clear_gradients(self) -> None:
+        """Let the optimizer forget the gradients of its last step."""
+        for opt in self.inner_optimizers():
+            for group in opt.optimizer.param_groups:
+                for param in group["params"]:
+                    if _grad(param) is not None:
+                        param.grad = None
+
+    def clear_padding(self) -> None:
+        """Zero what lies between the parameters in flat buffers, as it is when they are made."""
+        for chunk in self.model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                if buffer.param_data is None:
+                    continue
+                end = 0
+                for start, stop, *_ in sorted(buffer.param_index_map.values()):
+                    buffer.param_data[end:start].zero_()
+                    end = stop
+                buffer.param_data[end:].zero_()
+
     def gradients(self) -> Iterator[torch.Tensor]:
         """The gradient buffers; between two steps they hold nothing."""
         for chunk in self.model:
@@ -272,6 +310,11 @@ class HostState:
                     for value in opt.optimizer.state[param].values():
                         if isinstance(value, torch.Tensor):
                             yield value
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage of a tensor, and where in it the tensor begins."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ import torch
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
 from dynatrain_megatron.engine.transport import Message, Transfer, Transport
-from dynatrain_megatron.planner.plan import Pass, Plan
+from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes, Side
 
 
@@ -62,17 +62,50 @@ class _Clock:
         self._since = now
 
 
-def execute(
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """What one rank copies from where to where, pass by pass, every view of the state made.
+
+    Good for any number of executions between the same fragments: views stay right when memory is
+    given back and taken again.
+    """
+
+    parcels: tuple[list[Parcel], ...]
+    kept: tuple[_Copies, ...]
+
+
+def bind_plan(
     plan: Plan, source: Fragments, target: Fragments, transport: Transport, *, timeout_s: float
+) -> BoundPlan:
+    """This rank's part of ``plan`` bound to memory; collective over ranks that exchange any."""
+    parcels, kept = [], []
+    for each in plan.passes:
+        given = source if each.takes_from is Side.SOURCE else target
+        parcels.append(make_parcels(each.schedule, given, target, transport, timeout_s=timeout_s))
+        kept.append(_retained(each.schedule.retained, transport.rank, given, target))
+    return BoundPlan(tuple(parcels), tuple(kept))
+
+
+def execute(
+    plan: Plan,
+    source: Fragments,
+    target: Fragments,
+    transport: Transport,
+    *,
+    timeout_s: float,
+    bound: BoundPlan | None = None,
 ) -> ExecutionReport:
     """Fill this rank's ``target`` fragments; runs on every rank of the plan.
 
-    ``source`` is only read. Raises :class:`TransitionError` where a transfer fails; the target is
+    ``source`` is only read. ``bound`` is what :func:`bind_plan` gave for the same arguments, on
+    every rank or on none. Raises :class:`TransitionError` where a transfer fails; the target is
     then undefined and the source intact.
     """
     run = _Run(transport, _Staging(plan, transport), timeout_s)
-    for each in plan.passes:
-        run.carry_out(each, source, target)
+    if bound is None:
+        bound = bind_plan(plan, source, target, transport, timeout_s=timeout_s)
+    for parcels, kept in zip(bound.parcels, bound.kept, strict=True):
+        run.carry_out(parcels, kept)
     return run.report()
 
 
@@ -87,11 +120,9 @@ class _Run:
         self._sent = self._received = self._num_operations = 0
         self._under_way: deque[tuple[_Window, Transfer]] = deque()
 
-    def carry_out(self, one: Pass, source: Fragments, target: Fragments) -> None:
+    def carry_out(self, parcels: Sequence[Parcel], kept: _Copies) -> None:
         """All windows of a pass; when this returns, what they bring is in its place."""
         transport, clock = self._transport, self._clock
-        given = source if one.takes_from is Side.SOURCE else target
-        parcels = make_parcels(one.schedule, given, target, transport, timeout_s=self._timeout_s)
         self._staging.clear()
         windows = by_window(parcels)
         for number, together in enumerate(windows):
@@ -103,11 +134,11 @@ class _Run:
             if number:
                 self._finish_first()
             else:  # the first one is on its way; meanwhile, what this rank keeps
-                self._keep(one.schedule.retained, given, target)
+                self._keep(kept)
         if windows:
             self._finish_first()
         else:
-            self._keep(one.schedule.retained, given, target)
+            self._keep(kept)
         self._sent += sum(parcel.nbytes for parcel in parcels if parcel.sending)
         self._received += sum(parcel.nbytes for parcel in parcels if not parcel.sending)
         self._num_operations += len(parcels)
@@ -133,8 +164,8 @@ class _Run:
         window.unpack.run()
         self._clock.lap("unpack")
 
-    def _keep(self, retained: Routes, source: Fragments, target: Fragments) -> None:
-        _retained(retained, self._transport.rank, source, target).run()
+    def _keep(self, kept: _Copies) -> None:
+        kept.run()
         self._clock.lap("retain")
 
 

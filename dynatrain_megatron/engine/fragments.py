@@ -13,7 +13,7 @@ from dynatrain_megatron.vps.roster import Roster, RosterBuilder
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Fragments:
     """One rank's state: ``views[slot][k]`` is state k of the fragment in that roster row.
 

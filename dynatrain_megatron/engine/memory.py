@@ -46,8 +46,9 @@ class Dropped:
         for storage, _ in self._sizes:
             storage.resize_(0)
 
-    def restore(self) -> None:
-        """Give each storage its old size again, filled with zeros."""
+    def restore(self, *, zero: bool = True) -> None:
+        """Give each storage its old size again, filled with zeros or with nothing in particular."""
         for storage, size in self._sizes:
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+            if zero:
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()

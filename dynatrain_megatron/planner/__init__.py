@@ -17,7 +17,7 @@ itself. The steps:
 Before that ``placement`` may let processes take other ranks, so that less has to move at all.
 """
 
-from dynatrain_megatron.planner.cache import PlanCache
+from dynatrain_megatron.planner.cache import PlanCache, Recent
 from dynatrain_megatron.planner.placement import Placement, PlacementOptions, place
 from dynatrain_megatron.planner.plan import Plan, PlanOptions, make_plan
 from dynatrain_megatron.planner.shares import Sources
@@ -30,6 +30,7 @@ __all__ = [
     "Plan",
     "PlanCache",
     "PlanOptions",
+    "Recent",
     "Sources",
     "Speeds",
     "Topology",

@@ -1,8 +1,9 @@
-"""Plans that were made before, by everything that shaped them."""
+"""What was made before, by everything that shaped it: plans above all."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from dynatrain_megatron.planner.checks import check_nothing_lost
@@ -22,12 +23,43 @@ class PlanKey:
     rank: int | None
 
 
+class Recent[Key: Hashable, Value]:
+    """The values used last, at most ``max_values``, by key."""
+
+    def __init__(self, max_values: int) -> None:
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+        self._max_values = max_values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Value]:
+        """The values, the one used longest ago first."""
+        return iter(self._values.values())
+
+    def get(self, key: Key) -> Value | None:
+        """The value of this key, now the one used last; None where there is none."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        return self._values.get(key)
+
+    def pop(self, key: Key) -> Value | None:
+        """The value of this key, taken out."""
+        return self._values.pop(key, None)
+
+    def put(self, key: Key, value: Value) -> list[Value]:
+        """Keep a value as the one used last; returns those that had to go, the oldest first."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        too_many = max(0, len(self._values) - self._max_values)
+        return [self._values.popitem(last=False)[1] for _ in range(too_many)]
+
+
 class PlanCache:
     """The plans used last, at most ``max_plans``."""
 
     def __init__(self, max_plans: int = 8) -> None:
-        self._plans: OrderedDict[PlanKey, Plan] = OrderedDict()
-        self._max_plans = max_plans
+        self._plans = Recent[PlanKey, Plan](max_plans)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -47,10 +79,9 @@ class PlanCache:
         same state.
         """
         key = PlanKey(source.digest(), target.digest(), topology, options, rank)
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             check_nothing_lost(source, target)
-            self._plans[key] = make_plan(source, target, topology, options, rank=rank)
-            if len(self._plans) > self._max_plans:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(key)
-        return self._plans[key]
+            plan = make_plan(source, target, topology, options, rank=rank)
+            self._plans.put(key, plan)
+        return plan

@@ -17,11 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.arguments import LaunchArguments, layout_of
 from dynatrain_megatron.adapters.batches import consumed_after
+from dynatrain_megatron.adapters.built import Built, BuiltCache, BuiltKey
 from dynatrain_megatron.adapters.handover import stay, sync_functions
 from dynatrain_megatron.adapters.job import Iterators, Job, Recipe
 from dynatrain_megatron.adapters.samplers import LaunchData
+from dynatrain_megatron.adapters.skeleton import Skeleton
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EnginePlacement,
@@ -188,7 +191,7 @@ class Session:
         tests = self._test_iterators
         virtual = args.virtual_pipeline_model_parallel_size is not None
         self._test_iterators = []  # the job has them; what it drops must be free to go
-        return Job(
+        job = Job(
             launch=self._launch,
             recipe=Recipe(
                 setup,
@@ -215,8 +218,12 @@ class Session:
             ),
             iteration=args.iteration,
             num_flops=args.num_floating_point_operations_so_far,
+            dormant=BuiltCache(self.config.elastic.cache_worlds),
             checkpointing_context=given["checkpointing_context"],
         )
+        key = BuiltKey.of(job.layout, args)
+        job.built = Built(key, groups.capture(), Skeleton.of_launch(job), args)
+        return job
 
     def on_step_end(self, original: Original, call: Call) -> Any:
         """The step boundary: leave ``train`` where a switch is due and the run does not end."""

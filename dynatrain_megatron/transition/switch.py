@@ -9,9 +9,11 @@
     plan      exchange rosters, every rank makes the same plan, digests compared
     move      pack, wire, unpack into the new objects; the old ones are only read
     verify    every receiver's bits against their sources', the whole against the whole
-    commit    the host's objects become the new ones; old memory and groups go
+    commit    the host's objects become the new ones; old memory goes
 
-Until commit the old state is whole: whatever raises before puts the host back as it was.
+Until commit the old state is whole: whatever raises before puts the host back as it was. The layout
+left stays dormant: where a switch comes back to one, groups and objects are there, without memory,
+and rosters, plan and what the transfer copies are known.
 """
 
 from __future__ import annotations
@@ -30,15 +32,26 @@ import numpy as np
 import torch.distributed as dist
 
 from dynatrain_megatron.adapters import arguments, groups, skeleton
+from dynatrain_megatron.adapters.built import Built, BuiltKey
 from dynatrain_megatron.adapters.handover import finish_in_flight, hand_over
-from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.adapters.job import Iterators, Job, RostersKey
+from dynatrain_megatron.adapters.skeleton import become
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
 from dynatrain_megatron.config import EngineTransport
-from dynatrain_megatron.engine import ExecutionReport, Fragments, Transport, connect, execute
+from dynatrain_megatron.engine import (
+    BoundPlan,
+    ExecutionReport,
+    Fragments,
+    Transport,
+    bind_plan,
+    connect,
+    execute,
+)
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.memory import Dropped, storage_bytes
 from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.errors import ConfigError, SwitchRefused, TransitionError
+from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, TopologyFile, place
 from dynatrain_megatron.platform import current as current_platform
@@ -117,37 +130,40 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
     report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
     phase = _Phases(report, rank)
     progress(rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}")
+    source = job.built
+    assert source is not None
     with phase("quiesce", "asynchronous saves finished, old state described"):
         finish_in_flight()
         current_platform().synchronize()
         bridge = _bridge(job, options)
-        source = HostState(job.model, job.optimizer, job.args)
-        source.allocate_moments()
         old_fragments = _described(source, bridge, options.timeout_s)
-        old_rosters = _gather_rosters(old_fragments, bridge, options.timeout_s)
-        old_bytes = storage_bytes(source.tensors())
+        old_bytes = storage_bytes(source.state.tensors())
     if options.check_replicas:
         with phase("replicas", "what several ranks hold compared"):
-            replicated = RosterSet.merge(old_rosters)
+            replicated = RosterSet.merge(_gather_rosters(old_fragments, bridge, options.timeout_s))
             check_replicas(replicated, old_fragments, bridge, timeout_s=options.timeout_s)
-    old_groups = groups.capture()
-    with skeleton.host_context(job), _without_gradients(source) as old_gradients:
+    with skeleton.host_context(job), _without_gradients(source.state) as old_gradients:
         baseline = _install_arguments(job, target)
-        new_groups, built = _built(job, phase, bridge, options.timeout_s)
-        made, new, new_fragments = built.made, built.state, built.fragments
+        ready = _ready(job, target.layout, phase, bridge, options.timeout_s)
+        new, new_fragments = ready.built.state, ready.fragments
         expected = new.expected_bytes()
         with phase("plan", "rosters exchanged, plan made"):
-            new_rosters = _gather_rosters(new_fragments, bridge, options.timeout_s)
             try:
-                plan, rosters, topology = _planned(job, old_rosters, new_rosters, bridge, options)
+                planned = _planned(job, source, ready.built, bridge, options)
             except SwitchRefused:
-                groups.destroy(new_groups)
+                ready.built.destroy()
                 raise
+            plan, rosters = planned.plan, planned.rosters
             if options.placement:
-                report.placement = _what_placement_would_save(rosters, topology, rank)
-        executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
+                report.placement = _what_placement_would_save(rosters, planned.topology, rank)
+        executed = execute(
+            *(plan, old_fragments, new_fragments, bridge),
+            timeout_s=options.timeout_s,
+            bound=planned.bound,
+        )
         with phase("rebuild", "parameters gathered from main parameters"):
-            new.restore_steps(_exchange_steps(source.steps(), bridge, options.timeout_s))
+            steps = _exchange_steps(source.state.steps(), bridge, options.timeout_s)
+            new.restore_steps(steps)
             rebuilt = new.rebuild_params()
         if options.verify:
             with phase("verify", "fingerprints compared"):
@@ -155,31 +171,33 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
                     plan, rosters, old_fragments, new_fragments, bridge, options.timeout_s
                 )
     new_bytes = storage_bytes(new.tensors())
-    with phase("commit", "old memory and groups released"):
-        destroyed = hand_over(job, made, source, old_groups, target.layout, baseline)
-        built.gradients.restore()
     report.peak_extra_bytes = _peak_extra_bytes(
         before=old_bytes,
         dropped=old_gradients.bytes,
-        skeleton=built.skeleton_bytes,
+        skeleton=ready.skeleton_bytes,
         state=new_bytes,
-        gradients=built.gradients.bytes,
+        gradients=ready.gradients.bytes,
         staging=executed.peak_staging_bytes,
     )
     report.planned_peak_extra_bytes = _peak_extra_bytes(
         before=old_bytes,
         dropped=old_gradients.bytes,
-        skeleton=expected.model + expected.gradients,
+        skeleton=0 if ready.woken else expected.model + expected.gradients,
         state=expected.model + expected.moments,
         gradients=expected.gradients,
         staging=plan.peak_staging_bytes(rank) + bridge.held_bytes,
     )
-    report.groups = {
-        "reused": 0,
-        "created": len(new_groups.process_groups()),
-        "destroyed": destroyed,
-    }
-    _fill_in(report, plan, executed, rebuilt, bridge, options.timeout_s)
+    with phase("commit", "old memory released"):
+        assert ready.iterators is not None
+        destroyed = hand_over(job, ready.built, ready.iterators, baseline, old_gradients)
+        ready.gradients.restore()
+        num_groups = len(ready.built.groups.process_groups())
+        report.groups = {
+            "reused": num_groups * ready.woken,
+            "created": num_groups * (not ready.woken),
+            "destroyed": destroyed,
+        }
+        _fill_in(report, plan, executed, rebuilt, bridge, options.timeout_s)
     return report
 
 
@@ -200,14 +218,15 @@ def _bridge(job: Job, options: SwitchOptions) -> Transport:
         except SwitchRefused:
             dist.destroy_process_group(group)
             raise
+        job.topology = _hosts_and_links(job.bridge, options.timeout_s)
     return job.bridge
 
 
-def _described(state: HostState, bridge: Transport, timeout_s: float) -> Fragments:
+def _described(built: Built, bridge: Transport, timeout_s: float) -> Fragments:
     """This rank's fragments, once every rank could describe its own; collective."""
     refusal, fragments = "", None
     try:
-        fragments = state.fragments()
+        fragments = built.fragments()
     except SwitchRefused as error:
         refusal = str(error)
     except Exception as error:  # Megatron's own description of a checkpoint fails for some models
@@ -253,52 +272,87 @@ def _peak_extra_bytes(
     return max(0, skeleton - dropped, state + staging - dropped, state + gradients - before)
 
 
-class _Built(NamedTuple):
-    """The target on this rank: its objects, state, fragments, and its gradients set aside."""
+class _Ready(NamedTuple):
+    """The target on this rank, ready to be filled: built now, or ``woken``."""
 
-    made: skeleton.Skeleton
-    state: HostState
+    built: Built
+    woken: bool
     fragments: Fragments
     gradients: Dropped
     skeleton_bytes: int
+    iterators: Iterators | None = None
 
 
-def _built(
-    job: Job, phase: _Phases, bridge: Transport, timeout_s: float
-) -> tuple[groups.Groups, _Built]:
-    """Groups and skeleton of the target, once every rank could make its own; collective.
+def _ready(
+    job: Job, layout: ParallelLayout, phase: _Phases, bridge: Transport, timeout_s: float
+) -> _Ready:
+    """Groups and objects of the target, once every rank could make its own; collective.
 
-    Megatron says no to some layouts only while it builds modules. Then the new groups go and the
-    switch is refused on all ranks.
+    Megatron says no to some layouts only while it builds modules. Then the groups go and the
+    switch is refused on all ranks; before data is read, which takes all of them.
     """
-    built, problem, new_groups = None, "", None
+    key = BuiltKey.of(layout, job.args)
+    dormant = job.dormant.take(key)
+    made, ready, problem = None, None, ""
     try:
-        with phase("groups", "process groups made"):
-            new_groups = groups.build(
-                job.args, job.recipe.embedding_ranks, job.recipe.position_embedding_ranks
-            )
-            groups.install(new_groups)
-        with phase("build", "model, optimizer and data iterators made for the target"):
-            made = skeleton.build(job)
-            new = HostState(made.model, made.optimizer, job.args)
-            skeleton_bytes = storage_bytes(new.tensors())
-            gradients = Dropped(new.gradients())
-            new.allocate_moments()
-            built = _Built(made, new, new.fragments(), gradients, skeleton_bytes)
+        with phase("groups", "process groups made" if dormant is None else "process groups kept"):
+            made = _groups(job) if dormant is None else dormant.groups
+            groups.install(made)
+        with phase("build", "model and optimizer of the target"):
+            skeleton.set_microbatches(job.args)
+            ready = _built(job, key, made) if dormant is None else _woken(job, dormant)
     except Exception as error:
-        logger.warning("the target could not be built on this rank", exc_info=True)
-        problem = f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
-    answers = bridge.all_gather(problem.encode(), timeout_s=timeout_s)
-    for rank, answer in enumerate(answers):
-        if answer:
-            if new_groups is not None:
-                groups.destroy(new_groups)
-            raise SwitchRefused(
-                f"rank {rank} cannot build the target: {answer.decode()}",
-                f"the job stays in layout {job.layout}",
-            )
-    assert built is not None and new_groups is not None
-    return new_groups, built
+        problem = _told(error)
+    iterators = None
+    with phase("build", "data iterators, and all ranks waited for"):
+        problem = _any_problem(problem, bridge, timeout_s)
+        if ready is not None and not problem:
+            try:
+                iterators = skeleton.take_position(job, ready.built.skeleton)
+            except Exception as error:
+                problem = _told(error)
+            problem = _any_problem(problem, bridge, timeout_s)
+    if problem:
+        failed = dormant if ready is None else ready.built
+        if failed is not None:
+            failed.destroy()
+        elif made is not None:
+            groups.destroy(made)
+        raise SwitchRefused(problem, f"the job stays in layout {job.layout}")
+    assert ready is not None
+    return ready._replace(iterators=iterators)
+
+
+def _told(error: Exception) -> str:
+    logger.warning("the target could not be built on this rank", exc_info=True)
+    return f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
+
+
+def _any_problem(own: str, bridge: Transport, timeout_s: float) -> str:
+    """What keeps a rank from building the target; empty where all can. Collective."""
+    for rank, problem in enumerate(bridge.all_gather(own.encode(), timeout_s=timeout_s)):
+        if problem:
+            return f"rank {rank} cannot build the target: {problem.decode()}"
+    return ""
+
+
+def _groups(job: Job) -> groups.Groups:
+    recipe = job.recipe
+    return groups.build(job.args, recipe.embedding_ranks, recipe.position_embedding_ranks)
+
+
+def _built(job: Job, key: BuiltKey, made: groups.Groups) -> _Ready:
+    built = Built(key, made, skeleton.build(job), job.args)
+    become(job.config, built.skeleton.config)
+    skeleton_bytes = storage_bytes(built.state.tensors())
+    gradients = Dropped(built.state.gradients())
+    return _Ready(built, False, built.fragments(), gradients, skeleton_bytes)
+
+
+def _woken(job: Job, dormant: Built) -> _Ready:
+    become(job.config, dormant.skeleton.config)
+    gradients = dormant.wake()
+    return _Ready(dormant, True, dormant.fragments(), gradients, 0)
 
 
 def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -> list[Roster]:
@@ -345,39 +399,74 @@ def _what_placement_would_save(
     }
 
 
-def _planned(
-    job: Job, old: list[Roster], new: list[Roster], bridge: Transport, options: SwitchOptions
-) -> tuple[Plan, tuple[RosterSet, RosterSet], Topology]:
-    """This rank's part of the plan that all agreed on, roster sets and topology; collective.
+def _rosters(
+    job: Job, source: Built, target: Built, bridge: Transport, timeout_s: float
+) -> tuple[RosterSet, RosterSet]:
+    """Both roster sets, exchanged only where they are not those of a switch before; collective.
 
-    Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan cannot be,
-    :class:`TransitionError` where they made different plans.
+    All ranks know the same ones, since all have made the same switches. Raises
+    :class:`TransitionError` on all ranks alike.
+    """
+    own = json.dumps([source.digest, target.digest]).encode()
+    digests = [json.loads(row) for row in bridge.all_gather(own, timeout_s=timeout_s)]
+    key = RostersKey(*(tuple(column) for column in zip(*digests, strict=True)))
+    known = job.rosters.get(key)
+    if known is None:
+        old, new = (
+            _gather_rosters(built.described, bridge, timeout_s) for built in (source, target)
+        )
+        known = _merged(old, new)
+        job.rosters.put(key, known)
+    return known
+
+
+class _Planned(NamedTuple):
+    """A plan, the roster sets and the topology it was made of, and this rank's part in memory."""
+
+    plan: Plan
+    rosters: tuple[RosterSet, RosterSet]
+    topology: Topology
+    bound: BoundPlan
+
+
+def _planned(
+    job: Job, source: Built, target: Built, bridge: Transport, options: SwitchOptions
+) -> _Planned:
+    """This rank's part of the plan that all agreed on, and what it was made of.
+
+    Collective. Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan
+    cannot be, :class:`TransitionError` where they made different plans.
     """
     # At least a byte: whoever wants little staging memory gets as many windows as there can be.
     room = max(1, options.plan.staging_bytes - bridge.held_bytes)
     plan_options = replace(options.plan, staging_bytes=room)
+    assert job.topology is not None
+    topology, hosts = job.topology
     problem = digest = ""
-    topology, hosts = _hosts_and_links(bridge, options.timeout_s)
+    fragments, bound = (source.described, target.described), None
     try:
         if options.topology is not None:
             topology = options.topology.over(topology, hosts)
-        rosters = _merged(old, new)
+        rosters = _rosters(job, source, target, bridge, options.timeout_s)
         plan = job.plans.plan(*rosters, topology, plan_options, rank=bridge.rank)
-        digest = plan.digest
+        digest, bound = plan.digest, job.bound_plans.get(plan, *fragments)
     except (ConfigError, TransitionError) as error:
         problem = str(error)
-    own = json.dumps([problem, digest]).encode()
+    own = json.dumps([problem, digest, bound is not None]).encode()
     answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=options.timeout_s)]
-    for found, _ in answers:
+    for found, _, _ in answers:
         if found:
             raise SwitchRefused(found, f"the job stays in layout {job.layout}")
-    odd = [rank for rank, (_, made) in enumerate(answers) if made != answers[0][1]]
+    odd = [rank for rank, (_, made, _) in enumerate(answers) if made != answers[0][1]]
     if odd:
         raise TransitionError(
             f"ranks {odd} made another plan than rank 0; their rosters, options or package "
             "versions differ"
         )
-    return plan, rosters, topology
+    if bound is None or not all(known for _, _, known in answers):
+        bound = bind_plan(plan, *fragments, bridge, timeout_s=options.timeout_s)
+        job.bound_plans.put(plan, *fragments, bound)
+    return _Planned(plan, rosters, topology, bound)
 
 
 def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.config import (
     DynaTrainConfig,
+    ElasticConfig,
     EngineConfig,
     EnginePlacement,
     EnginePromote,
@@ -28,7 +29,7 @@ KEYS = (
     "source", "target", "switch_at", "schedule", "run_dir", "platform", "topology", "on_refusal",
     "engine.schedule", "engine.transport", "engine.placement", "engine.staging_mib",
     "engine.window_ops", "engine.promote", "engine.verify", "engine.check_replicas",
-    "engine.timeout_s", "record_steps", "save_after_switch",
+    "engine.timeout_s", "elastic.cache_worlds", "record_steps", "save_after_switch",
 )  # fmt: skip
 GROUP = (
     "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, promote: …, "
@@ -59,6 +60,7 @@ def test_the_defaults() -> None:
     assert config.engine.placement is EnginePlacement.identity
     assert config.engine.verify is Verify.fingerprint
     assert config.engine.check_replicas is False
+    assert config.elastic == ElasticConfig(cache_worlds=4)
     assert (config.source, config.run_dir, config.record_steps) == ("auto", "dynatrain-run", True)
     assert config.topology == "auto"
 
@@ -96,8 +98,8 @@ def test_all_keys_at_once() -> None:
             "engine.placement=best", "topology=cluster.yaml",
             "engine.staging_mib=1", "engine.window_ops=2", "engine.verify=off",
             "engine.promote=off",
-            "engine.timeout_s=1.5", "engine.check_replicas=true", "record_steps=false",
-            "save_after_switch=true",
+            "engine.timeout_s=1.5", "engine.check_replicas=true", "elastic.cache_worlds=0",
+            "record_steps=false", "save_after_switch=true",
         ]
     )  # fmt: skip
     assert config == DynaTrainConfig(
@@ -119,6 +121,7 @@ def test_all_keys_at_once() -> None:
             check_replicas=True,
             timeout_s=1.5,
         ),
+        elastic=ElasticConfig(cache_worlds=0),
         record_steps=False,
         save_after_switch=True,
     )
@@ -240,6 +243,8 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("engine.timeout_s=nan", "a number above 0 (seconds)"),
         ("engine.timeout_s=inf", "a number above 0 (seconds)"),
         ("engine.check_replicas=maybe", "true or false"),
+        ("elastic.cache_worlds=-1", "a whole number of at least 0"),
+        ("elastic.cache_worlds=all", "a whole number of at least 0"),
         ("record_steps=maybe", "true or false"),
         ("record_steps=null", "true or false"),
         ("schedule=5", "a list such as [{iteration: 50, layout: {tp: 1, pp: 2}}]"),

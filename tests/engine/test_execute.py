@@ -20,9 +20,11 @@ from dynatrain_megatron.engine import (
     SameHostTransport,
     TorchTransport,
     Transport,
+    bind_plan,
     execute,
 )
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
+from dynatrain_megatron.engine.memory import Dropped
 from dynatrain_megatron.engine.transport import Terms
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology
@@ -121,6 +123,27 @@ def move(
     sent = sum(on_threads(plan.num_ranks, body, hosts))
     assert sent == plan.moved_bytes == plan.lower_bound_bytes
     return Moved(plan, source, target)
+
+
+@given(case=mixed_cases(), gap=st.sampled_from([0, 3]), same_host=st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_a_plan_bound_once_carries_again_what_had_no_memory_between(
+    case: Case, gap: int, same_host: bool
+) -> None:
+    source = [bind(roster, filled=True, gap=gap) for roster in case.before]
+    target = [bind(roster, filled=False, gap=gap) for roster in case.after]
+    plan = case.plan(options=PlanOptions())
+
+    def body(transport: Transport) -> None:
+        rank = transport.rank
+        ends = plan, source[rank], target[rank], transport
+        bound = bind_plan(*ends, timeout_s=3)
+        for _ in range(2):
+            Dropped(view for views in target[rank].views for view in views).restore()
+            execute(*ends, timeout_s=3, bound=bound)
+            assert_holds_its_values(target[rank])
+
+    on_threads(plan.num_ranks, body, [0] * plan.num_ranks if same_host else None)
 
 
 def assert_within(

@@ -17,12 +17,14 @@ import contextlib
 import gc
 import io
 import json
+import os
 import queue
 import re
 import shutil
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dynatrain_megatron.adapters.built import Built
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.engine.memory import storage_bytes
 from tests.host import tours
 from tests.ranks import run_megatron
 
@@ -63,8 +67,9 @@ def attach(directory: Path, *, poison: bool = True) -> None:
         where = directory / f"iteration-{job.iteration}"
         save(job, where)
         gc.collect()
-        alive = sum(ref() is not None for ref in old_params)
-        old_params[:] = [weakref.ref(p) for chunk in job.model for p in chunk.parameters()]
+        kept = {id(param) for each in _kept(job) for param in _params(each.skeleton.model)}
+        alive = sum(id(ref()) not in kept for ref in old_params if ref() is not None)
+        old_params.extend(weakref.ref(param) for param in _params(job.model))
         old_state = list(HostState(job.model, job.optimizer, job.args).tensors())
         optimizers = _optimizers(job)
         try:
@@ -85,7 +90,11 @@ def attach(directory: Path, *, poison: bool = True) -> None:
             "differences": differences,
             "held_bytes": held,
             "alive_params": alive,
-            "groups": len(distributed_c10d._world.pg_map),
+            "other_groups": len(distributed_c10d._world.pg_map) - _kept_groups(job),
+            "threads": len(os.listdir("/proc/self/task")),
+            "files": len(os.listdir("/proc/self/fd")),
+            "dormant_bytes": [storage_bytes(each.state.tensors()) for each in job.dormant],
+            **asdict(report)["groups"],
         }
         with (directory / f"differences-{dist.get_rank()}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -106,6 +115,7 @@ def run_tour(
     first: int = 2,
     least: int = 20,
     inside: Callable[[], None] | None = None,
+    overrides: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
     """Train along a tour of layouts, every switch checked; what must hold of each is asserted.
 
@@ -125,7 +135,7 @@ def run_tour(
             *(*flags, *ORACLE_FLAGS, "--data-cache-path", str(directory / "cache")),
             *("--train-iters", str(first + len(tour))),
         ],
-        [tours.schedule(tour, first=first)],
+        [tours.schedule(tour, first=first), *overrides],
         directory,
         timeout_s=560,
         inside=attached,
@@ -150,14 +160,28 @@ def results(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def check_nothing_is_left_behind(found: list[dict[str, Any]]) -> None:
-    """Old memory is freed, old parameters are gone a switch later, groups do not add up."""
-    groups: dict[tuple[int, str], set[int]] = defaultdict(set)
+    """Old memory is freed; parameters and groups there are no more than those of kept layouts."""
+    others: dict[int, set[int]] = defaultdict(set)
     for line in found:
         assert line["held_bytes"] == 0, line
         assert line["alive_params"] == 0, line
-        groups[line["rank"], line["target"]].add(line["groups"])
-    for (rank, layout), counts in groups.items():
-        assert len(counts) == 1, f"rank {rank} had {counts} process groups in layout {layout}"
+        others[line["rank"]].add(line["other_groups"])
+    for rank, counts in others.items():
+        assert len(counts) == 1, f"rank {rank} had {counts} process groups of no kept layout"
+
+
+def _kept(job: Job) -> list[Built]:
+    assert job.built is not None
+    return [job.built, *job.dormant]
+
+
+def _kept_groups(job: Job) -> int:
+    return sum(len(each.groups.process_groups()) for each in _kept(job))
+
+
+def _params(model: Sequence[Any]) -> Iterator[torch.nn.Parameter]:
+    for chunk in model:
+        yield from chunk.parameters()
 
 
 def save(job: Job, where: Path) -> None:

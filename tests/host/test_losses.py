@@ -139,7 +139,7 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
     events = [json.loads(line) for line in (switched / "events.jsonl").read_text().splitlines()]
     visited = [[str(e[end]).removesuffix("-noopt") for end in ("source", "target")] for e in events]
     assert visited == [list(pair) for pair in pairwise(LAYOUTS)]
-    for event in events:
+    for number, event in enumerate(events):
         assert event["event"] == "switch" and event["ok"]
         # dp4 with the plain optimizer holds everything on every rank: nothing has to move then
         copies = str(event["source"]) == "dp4-noopt"
@@ -152,7 +152,9 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
             event["bytes"]["moved"] + event["bytes"]["retained"]
         )
         assert event["fingerprint"]["before"] == event["fingerprint"]["after"]
-        assert event["groups"]["created"] > 0 and event["groups"]["destroyed"] > 0
+        # four layouts are kept: the launch's is gone again when the last switch goes back to it
+        assert event["groups"]["created"] > 0 and event["groups"]["reused"] == 0
+        assert (event["groups"]["destroyed"] > 0) == (number >= 4)
         # less where the transport carries state as it lies and needs no staging memory
         assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}

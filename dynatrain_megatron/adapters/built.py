@@ -1,0 +1,225 @@
+"""Layouts as they were built on this rank: the one in force, and dormant ones kept for next time.
+
+::
+
+    in force   groups, objects, memory; Megatron's frames hold objects that share its attributes
+    dormant    the same groups and objects, put back as they were once built, without memory
+    evicted    groups destroyed, objects taken apart
+
+What depends on the run's position is not kept: :func:`.skeleton.take_position` sets it anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynatrain_megatron.adapters import groups
+from dynatrain_megatron.adapters.skeleton import Skeleton
+from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.engine.fragments import Fragments
+from dynatrain_megatron.engine.memory import Dropped, distinct_storages, release
+from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.planner import Recent
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltKey:
+    """What shaped groups and objects: who takes part, in order, how they talk, and the layout.
+
+    ``options`` are those Megatron makes groups by, each with its value as text.
+    """
+
+    layout: ParallelLayout
+    processes: tuple[int, ...]
+    backend: str
+    options: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, args: Namespace) -> BuiltKey:
+        """From validated ``args``; local, the same on every rank."""
+        return cls(
+            layout,
+            tuple(range(args.world_size)),
+            str(dist.get_backend()),
+            tuple((name, repr(value)) for name, value in sorted(groups.options(args).items())),
+        )
+
+
+class Built:
+    """One layout on this rank: its groups, Megatron's objects, and our description of its state.
+
+    Make it when nothing has run in the objects yet.
+    """
+
+    def __init__(self, key: BuiltKey, made: groups.Groups, skeleton: Skeleton, args: Namespace):
+        self.key = key
+        self.groups = made
+        self.skeleton = skeleton
+        self._args = args
+        self._as_built = _AsBuilt(skeleton.model)
+        self._dropped: tuple[Dropped, ...] = ()
+        self._forget_description()
+
+    def _forget_description(self) -> None:
+        self.state = HostState(self.skeleton.model, self.skeleton.optimizer, self._args)
+        self._fragments: Fragments | None = None
+        self._rests_on: tuple[object, ...] = ()
+        self.digest = ""
+
+    def fragments(self) -> Fragments:
+        """The fragments of this layout, described anew only where their memory is another.
+
+        Local; its own groups must be installed. They are ``described`` afterwards, and ``digest``
+        is that of their roster. Raises as :meth:`HostState.fragments` does.
+        """
+        self.state.allocate_moments()
+        rests_on = self.state.memory()
+        if self._fragments is None or rests_on != self._rests_on:
+            self._forget_description()
+            self._fragments = self.state.fragments()
+            self._rests_on = rests_on
+            self.digest = hashlib.sha256(self._fragments.roster.to_bytes()).hexdigest()
+        return self._fragments
+
+    @property
+    def described(self) -> Fragments:
+        """What :meth:`fragments` found last."""
+        assert self._fragments is not None
+        return self._fragments
+
+    def sleep(self, gradients: Dropped) -> None:
+        """Give the memory back, and put what Megatron's objects remember as it was once built.
+
+        ``gradients`` is the part of the memory that was dropped before.
+        """
+        self._as_built.restore()
+        self.state.clear_gradients()
+        kept = self._as_built.storages
+        self._dropped = (
+            gradients,
+            Dropped(t for t in self.state.tensors() if t.untyped_storage()._cdata not in kept),
+        )
+        self.groups.forget_scratch()
+
+    def wake(self) -> Dropped:
+        """Take memory again, of which the transfer writes every element; returns the gradients'.
+
+        Those stay dropped. What lies between parameters in flat buffers is zero, as once built.
+        """
+        gradients, rest = self._dropped
+        rest.restore(zero=False)
+        self.state.clear_padding()
+        return gradients
+
+    def destroy(self) -> int:
+        """Destroy the groups, the same on every rank; returns how many. The objects are dead then.
+
+        Empty objects are left to Python's collector, which would take longer than the rest of a
+        commit if it were run here.
+        """
+        release(self.state.tensors())
+        _take_apart(self.skeleton.model)
+        return groups.destroy(self.groups)
+
+
+class _AsBuilt:
+    """What the modules of a model and their helpers hold, to be put back in place later.
+
+    Hooks, counters and handles of gradient buckets, functions bound in the config, tensors of the
+    last step in token dispatchers, training mode: all come back without being named. Contents of
+    tensors do not, but for buffers that no checkpoint keeps.
+    """
+
+    def __init__(self, model: list[Any]) -> None:
+        attributes = [vars(each) for each in _objects(model)]
+        inner = [value for each in attributes for value in each.values()]
+        containers = [each for each in inner if isinstance(each, (dict, list, set))]
+        self._saved = [(each, each.copy()) for each in (*attributes, *containers)]
+        self._buffers = [(buffer, buffer.clone()) for buffer in _unsaved_buffers(model)]
+
+    @property
+    def storages(self) -> set[int]:
+        """Those of the buffers that no checkpoint keeps."""
+        return {storage._cdata for storage in distinct_storages(b for b, _ in self._buffers)}
+
+    def restore(self) -> None:
+        for container, saved in self._saved:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(saved)
+            else:
+                container.update(saved)
+        for buffer, contents in self._buffers:
+            buffer.copy_(contents)
+
+
+def _objects(model: list[Any]) -> list[Any]:
+    """The modules, and what else of Megatron's they hold: configs, buckets, token dispatchers."""
+    found: dict[int, Any] = {}
+    waiting = list(model)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in found:
+            continue
+        found[id(each)] = each
+        for value in vars(each).values():
+            items = value.values() if isinstance(value, dict) else value
+            several = isinstance(value, (dict, list, tuple))
+            waiting.extend(filter(_is_object, items if several else [value]))
+    return list(found.values())
+
+
+def _is_object(value: Any) -> bool:
+    if isinstance(value, torch.nn.Module):
+        return True
+    if not type(value).__module__.startswith("megatron.core."):
+        return False
+    return hasattr(value, "__dict__") and not isinstance(value, Enum)
+
+
+def _unsaved_buffers(model: list[Any]) -> Iterator[torch.Tensor]:
+    for chunk in model:
+        for module in chunk.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in module._non_persistent_buffers_set:
+                    yield buffer
+
+
+def _take_apart(model: list[Any]) -> None:
+    """Let go of all that the old modules hold, process groups with threads and sockets above all.
+
+    The collector cannot free them by itself: modules such as token dispatchers keep tensors of
+    their last step, whose graph reaches, out of its sight, the gradient hooks that hold the model.
+    """
+    for chunk in model:
+        for module in list(chunk.modules()):
+            vars(module).clear()
+
+
+class BuiltCache:
+    """The dormant layouts used last, at most ``max_layouts``; the same on every rank."""
+
+    def __init__(self, max_layouts: int) -> None:
+        self._dormant = Recent[BuiltKey, Built](max_layouts)
+
+    def __len__(self) -> int:
+        return len(self._dormant)
+
+    def __iter__(self) -> Iterator[Built]:
+        return iter(self._dormant)
+
+    def take(self, key: BuiltKey) -> Built | None:
+        """The dormant layout of this key, which is in the cache no longer."""
+        return self._dormant.pop(key)
+
+    def put(self, built: Built) -> int:
+        """Keep a layout that sleeps; returns how many process groups of others were destroyed."""
+        return sum(evicted.destroy() for evicted in self._dormant.put(built.key, built))
