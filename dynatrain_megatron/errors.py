@@ -9,6 +9,7 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
     ├── SwitchRefused    the wanted switch is impossible or not supported
     ├── HostMismatch     Megatron or torch is not shaped as this version expects
     ├── TransitionError  something failed while a switch was under way
+    ├── WorldError       a world of processes could not be built, or the store is out of reach
     └── PlatformError    the device platform cannot be set up
 """
 
@@ -62,6 +63,13 @@ class HostMismatch(DynaTrainError):
 
 class TransitionError(DynaTrainError):
     """A switch failed after it had begun."""
+
+
+class WorldError(DynaTrainError):
+    """A world could not be built, on any of its processes; the one in force is as it was.
+
+    Also: what such a world needs is missing, above all its store.
+    """
 
 
 class PlatformError(DynaTrainError):

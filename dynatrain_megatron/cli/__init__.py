@@ -18,6 +18,7 @@ from dynatrain_megatron.errors import DynaTrainError
 COMMANDS = {
     "demo": "dynatrain_megatron.cli.demo",
     "report": "dynatrain_megatron.cli.report",
+    "store": "dynatrain_megatron.cli.store",
 }
 
 EXIT_OK = 0

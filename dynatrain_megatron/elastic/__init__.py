@@ -1,0 +1,21 @@
+"""The Elastic Device Manager: worlds of processes come and go while training goes on.
+
+A **world** is an ordered list of processes, with a default process group and any other groups they
+make. It is built to the side, put in force by one assignment, and ended group by group; a process
+has a rank in each world it is in, and another in the next.
+
+============ =======================================================================
+module       holds
+============ =======================================================================
+``world``    what a world is: its id, its processes in order; which process this is
+``build``    making one beside the one in force
+``maker``    the groups of a world that is being built
+``live``     a world that is built: putting it in force, ending it
+``groups``   which groups outlive a world; ranks are renumbered, members stay
+``store``    the store that processes meet at, and a server of it
+``records``  torch's records of groups, and the switch between them
+``contract`` the internal names of torch that all this rests on, and their check
+============ =======================================================================
+
+It knows torch.distributed, and neither Megatron nor any model.
+"""

@@ -1,0 +1,120 @@
+"""The store that processes of a job meet at: its address, clients, and a server of its own.
+
+It holds small values by key (world ids, addresses, verdicts), no tensors. A client carries one
+operation at a time and blocks in it, so every thread and every world has one of its own. The server
+is torch's TCPStore: the job's own, which ends with the process that holds it, or one that runs in
+a process apart (``dynatrain store``) and so outlives any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from dynatrain_megatron.errors import ConfigError, WorldError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+_EVERYWHERE = "0.0.0.0"
+_BACKLOG = 2048  # connections that may wait at once: all ranks come together
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where a store listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> StoreAddress:
+        """Read ``HOST:PORT``; raises :class:`ConfigError` where that is something else."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ConfigError(f"a store's address is HOST:PORT, not {text!r}")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        """The form that :meth:`parse` reads."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def connect(self, *, timeout_s: float) -> TCPStore:
+        """A new client, which waits up to ``timeout_s`` here and in each operation.
+
+        Raises :class:`WorldError` where no store answers.
+        """
+        from torch._C._distributed_c10d import TCPStore
+
+        with store_errors(f"no store answers at {self} within {timeout_s:g} s"):
+            return TCPStore(
+                self.host,
+                self.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+
+
+class StoreClients:
+    """One client for each thread that asks."""
+
+    def __init__(self, address: StoreAddress, *, timeout_s: float) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._here = threading.local()
+
+    def here(self) -> TCPStore:
+        """This thread's client; made at the first call, dropped when the thread ends."""
+        client: TCPStore | None = getattr(self._here, "client", None)
+        if client is None:
+            client = self._here.client = self.address.connect(timeout_s=self._timeout_s)
+        return client
+
+
+@contextlib.contextmanager
+def store_errors(what: str) -> Iterator[None]:
+    """Turn what a store raises inside into a :class:`WorldError` that begins with ``what``."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistError as error:
+        raise WorldError(f"{what}: {str(error).partition(chr(10))[0]}") from error
+
+
+class StoreServer:
+    """A store in this process; it ends with this object."""
+
+    def __init__(self, host: str = _EVERYWHERE, port: int = 0) -> None:
+        """Listen on ``host``, on a free port where ``port`` is 0.
+
+        Raises :class:`ConfigError` where the host is none of this machine or the port is taken.
+        """
+        from torch._C._distributed_c10d import TCPStore
+
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, socket.SOCK_STREAM) as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind(where)
+                listening.listen(_BACKLOG)
+                bound_port = listening.getsockname()[1]
+                own = "127.0.0.1" if host == _EVERYWHERE else host
+                self._store = TCPStore(
+                    own,
+                    bound_port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=listening.detach(),
+                )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        name = socket.gethostname() if host == _EVERYWHERE else host
+        self.address = StoreAddress(name, bound_port)
