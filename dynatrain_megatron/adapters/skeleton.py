@@ -21,6 +21,7 @@ from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.job import Iterators, Job
 from dynatrain_megatron.adapters.samplers import replaying
 from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.engine.unwritten import Unwritten
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,11 @@ def host_context(job: Job) -> Iterator[None]:
         raise
 
 
-def build(job: Job) -> Skeleton:
-    """Collective over the world in force; the target's args and groups must be installed."""
+def build(job: Job, unwritten: Unwritten) -> Skeleton:
+    """Collective over the world in force; the target's args and groups must be installed.
+
+    Model and optimizer are made in the ``unwritten`` context: what is large has no memory yet.
+    """
     set_microbatches(job.args)
     seed_streams(job)
     args = job.args
@@ -80,7 +84,8 @@ def build(job: Job) -> Skeleton:
             from megatron.core.process_groups_config import ProcessGroupCollection
 
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        model, optimizer, scheduler = job.recipe.setup(*job.recipe.setup_args, **kwargs)
+        with unwritten:
+            model, optimizer, scheduler = job.recipe.setup(*job.recipe.setup_args, **kwargs)
     vars(args).update(run)
     for chunk in model:
         for module in chunk.modules():

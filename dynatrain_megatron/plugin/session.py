@@ -358,6 +358,7 @@ class Session:
             ),
             transport=engine.transport,
             verify=engine.verify is not Verify.off,
+            keep_source=engine.keep_source,
             check_replicas=engine.check_replicas,
             topology=self._topology,
             placement=engine.placement is EnginePlacement.best,

@@ -11,12 +11,15 @@
     verify    every receiver's bits against their sources', the whole against the whole
     commit    the host's objects become the new ones; old memory and groups go
 
-Until commit the old state is whole: whatever raises before puts the host back as it was.
+Until commit the old state is whole: whatever raises before puts the host back as it was. Where
+there is no memory for that, state moves in stages, and what has been read and verified is freed
+(:mod:`.move`): from then on the switch must succeed, or the job ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import socket
@@ -33,16 +36,26 @@ from dynatrain_megatron.adapters import arguments, groups, skeleton
 from dynatrain_megatron.adapters.handover import finish_in_flight, hand_over
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
-from dynatrain_megatron.config import EngineTransport
-from dynatrain_megatron.engine import ExecutionReport, Fragments, Transport, connect, execute
-from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
-from dynatrain_megatron.engine.memory import Dropped, storage_bytes
+from dynatrain_megatron.config import EngineTransport, KeepSource
+from dynatrain_megatron.engine import Fragments, Transport, connect
+from dynatrain_megatron.engine.fingerprint import Sums, fingerprint
+from dynatrain_megatron.engine.holdings import Holdings
+from dynatrain_megatron.engine.memory import Dropped, Ledger
 from dynatrain_megatron.engine.replicas import check_replicas
-from dynatrain_megatron.errors import ConfigError, SwitchRefused, TransitionError
+from dynatrain_megatron.engine.unwritten import Unwritten
+from dynatrain_megatron.errors import (
+    ConfigError,
+    SplitStateError,
+    SwitchRefused,
+    TransitionError,
+)
 from dynatrain_megatron.observe import progress
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology, TopologyFile, place
+from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, place
+from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
+from dynatrain_megatron.transition.keep import Free, decide
+from dynatrain_megatron.transition.move import Frees, Move
 from dynatrain_megatron.vps import Roster, RosterSet
 from dynatrain_megatron.vps.roster import union_of_tensors
 
@@ -64,6 +77,7 @@ class SwitchOptions:
     plan: PlanOptions
     transport: EngineTransport = EngineTransport.auto
     verify: bool = True
+    keep_source: KeepSource = KeepSource.auto
     check_replicas: bool = False
     topology: TopologyFile | None = None
     placement: bool = False
@@ -83,6 +97,7 @@ class SwitchReport:
     ops: int = 0
     rounds: int = 0
     stages: int = 1
+    keep_source: str = ""
     peak_extra_bytes: int = 0
     planned_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
@@ -111,75 +126,91 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
 
     Runs at a step boundary, outside ``train``. Raises :class:`SwitchRefused` where the state
     cannot be described (nothing was changed), :class:`TransitionError` where the transfer fails
-    (the host's globals are put back; the old state is intact).
+    (the host's globals are put back; the old state is intact), and :class:`SplitStateError` where
+    something fails after parts of the old state were freed.
     """
+    frees = Frees()
+    try:
+        return _switch(job, target, options, frees)
+    except Exception as error:
+        if frees.begun:
+            raise SplitStateError(
+                f"the switch failed after parts of the old state had been freed: {error}; the "
+                "state is split between two layouts, so the job must end. Start again from the "
+                "last checkpoint; with engine.keep_source=always a switch can go back"
+            ) from error
+        raise
+
+
+def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> SwitchReport:
     rank = job.args.rank
     report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
     phase = _Phases(report, rank)
     progress(rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}")
+    free = Free.now()
     with phase("quiesce", "asynchronous saves finished, old state described"):
         finish_in_flight()
         current_platform().synchronize()
         bridge = _bridge(job, options)
         source = HostState(job.model, job.optimizer, job.args)
         source.allocate_moments()
-        old_fragments = _described(source, bridge, options.timeout_s)
-        old_rosters = _gather_rosters(old_fragments, bridge, options.timeout_s)
-        old_bytes = storage_bytes(source.tensors())
+        old = _holdings(source, _described(source, bridge, options.timeout_s))
+        old_rosters = _gather_rosters(old.fragments, bridge, options.timeout_s)
+        ledger = Ledger(source.tensors())
     if options.check_replicas:
         with phase("replicas", "what several ranks hold compared"):
             replicated = RosterSet.merge(old_rosters)
-            check_replicas(replicated, old_fragments, bridge, timeout_s=options.timeout_s)
+            check_replicas(replicated, old.fragments, bridge, timeout_s=options.timeout_s)
     old_groups = groups.capture()
-    with skeleton.host_context(job), _without_gradients(source) as old_gradients:
+    with skeleton.host_context(job), _without_gradients(source):
         baseline = _install_arguments(job, target)
         new_groups, built = _built(job, phase, bridge, options.timeout_s)
-        made, new, new_fragments = built.made, built.state, built.fragments
-        expected = new.expected_bytes()
+        ledger.watch(built.state.tensors())
+        ledger.mark(built.most_bytes)
         with phase("plan", "rosters exchanged, plan made"):
-            new_rosters = _gather_rosters(new_fragments, bridge, options.timeout_s)
+            new_rosters = _gather_rosters(built.holdings.fragments, bridge, options.timeout_s)
             try:
-                plan, rosters, topology = _planned(job, old_rosters, new_rosters, bridge, options)
+                plan, rosters, topology, kept = _planned(
+                    job, old_rosters, new_rosters, old, built.holdings, free, bridge, options
+                )
+                steps = _exchange_steps(source.steps(), bridge, options.timeout_s)
             except SwitchRefused:
                 groups.destroy(new_groups)
                 raise
             if options.placement:
                 report.placement = _what_placement_would_save(rosters, topology, rank)
-        executed = execute(plan, old_fragments, new_fragments, bridge, timeout_s=options.timeout_s)
+        frees.wanted = kept is KeepSource.never
+        move = Move(plan, old, built.holdings, built.missing, ledger, frees)
+        peak = move.planned(rosters, rank)
+        if options.verify:
+            with phase("verify", "fingerprint of the old state taken"):
+                before = fingerprint(rosters[0], old.fragments, bridge, timeout_s=options.timeout_s)
+        move.run(rosters, bridge, verify=options.verify, timeout_s=options.timeout_s)
         with phase("rebuild", "parameters gathered from main parameters"):
-            new.restore_steps(_exchange_steps(source.steps(), bridge, options.timeout_s))
-            rebuilt = new.rebuild_params()
+            move.rebuild_begins()
+            built.state.restore_steps(steps)
+            rebuilt = built.state.rebuild_params()
         if options.verify:
             with phase("verify", "fingerprints compared"):
-                report.fingerprint = _verify(
-                    plan, rosters, old_fragments, new_fragments, bridge, options.timeout_s
-                )
-    new_bytes = storage_bytes(new.tensors())
+                new = built.holdings.fragments
+                after = fingerprint(rosters[1], new, bridge, timeout_s=options.timeout_s)
+                report.fingerprint = _compared(rosters[0], before, after)
+            report.seconds["verify"] += move.verify_s
     with phase("commit", "old memory and groups released"):
-        destroyed = hand_over(job, made, source, old_groups, target.layout, baseline)
-        built.gradients.restore()
-    report.peak_extra_bytes = _peak_extra_bytes(
-        before=old_bytes,
-        dropped=old_gradients.bytes,
-        skeleton=built.skeleton_bytes,
-        state=new_bytes,
-        gradients=built.gradients.bytes,
-        staging=executed.peak_staging_bytes,
-    )
-    report.planned_peak_extra_bytes = _peak_extra_bytes(
-        before=old_bytes,
-        dropped=old_gradients.bytes,
-        skeleton=expected.model + expected.gradients,
-        state=expected.model + expected.moments,
-        gradients=expected.gradients,
-        staging=plan.peak_staging_bytes(rank) + bridge.held_bytes,
-    )
+        destroyed = hand_over(job, built.made, source, old_groups, target.layout, baseline)
+        for tensor in built.state.gradients():
+            built.missing.restore_one(tensor.untyped_storage(), zeros=True)
+        ledger.watch(built.state.tensors())
+        ledger.mark()
+    report.keep_source, report.stages = str(kept), plan.stages.count
+    report.peak_extra_bytes = ledger.peak_extra_bytes
+    report.planned_peak_extra_bytes = peak.extra
     report.groups = {
         "reused": 0,
         "created": len(new_groups.process_groups()),
         "destroyed": destroyed,
     }
-    _fill_in(report, plan, executed, rebuilt, bridge, options.timeout_s)
+    _fill_in(report, plan, move, rebuilt, bridge, options.timeout_s)
     return report
 
 
@@ -241,26 +272,27 @@ def _without_gradients(state: HostState) -> Iterator[Dropped]:
         raise
 
 
-def _peak_extra_bytes(
-    *, before: int, dropped: int, skeleton: int, state: int, gradients: int, staging: int
-) -> int:
-    """The most memory a switch takes on a rank beyond the ``before`` bytes of its old state.
-
-    The old state without its gradients (``dropped``) is kept until commit. On top of it come the
-    target's ``skeleton``, which has gradients and no moments; then the whole ``state``, which has
-    moments and no gradients, with the ``staging``; the gradients come last, in place of all that.
-    """
-    return max(0, skeleton - dropped, state + staging - dropped, state + gradients - before)
+def _holdings(state: HostState, fragments: Fragments, missing: Dropped | None = None) -> Holdings:
+    return Holdings(
+        fragments,
+        gradients=state.gradients(),
+        rebuilt=state.rebuilt(),
+        everything=state.tensors(),
+        missing=missing,
+    )
 
 
 class _Built(NamedTuple):
-    """The target on this rank: its objects, state, fragments, and its gradients set aside."""
+    """The target on this rank: its objects, state and storages, of which some have no memory.
+
+    ``most_bytes`` is what building took for a moment beside what it left.
+    """
 
     made: skeleton.Skeleton
     state: HostState
-    fragments: Fragments
-    gradients: Dropped
-    skeleton_bytes: int
+    holdings: Holdings
+    missing: Dropped
+    most_bytes: int
 
 
 def _built(
@@ -279,12 +311,17 @@ def _built(
             )
             groups.install(new_groups)
         with phase("build", "model, optimizer and data iterators made for the target"):
-            made = skeleton.build(job)
+            unwritten = Unwritten()
+            made = skeleton.build(job, unwritten)
             new = HostState(made.model, made.optimizer, job.args)
-            skeleton_bytes = storage_bytes(new.tensors())
-            gradients = Dropped(new.gradients())
-            new.allocate_moments()
-            built = _Built(made, new, new.fragments(), gradients, skeleton_bytes)
+            with unwritten:
+                new.allocate_moments()
+                fragments = new.fragments()
+            views = (view for views in fragments.views for view in views)
+            missing = unwritten.take(itertools.chain(views, new.gradients(), new.rebuilt()))
+            unwritten.allocate_rest()
+            holdings = _holdings(new, fragments, missing)
+            built = _Built(made, new, holdings, missing, unwritten.most_bytes)
     except Exception as error:
         logger.warning("the target could not be built on this rank", exc_info=True)
         problem = f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
@@ -308,11 +345,14 @@ def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -
 
 
 def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]:
-    """Both roster sets over one list of logical tensors."""
+    """Both roster sets over one list of logical tensors; all ranks see the same rosters.
+
+    Raises :class:`SwitchRefused` where two of them contradict each other.
+    """
     try:
         tensors = union_of_tensors([*old, *new])
     except ValueError as error:
-        raise TransitionError(str(error)) from error
+        raise SwitchRefused(str(error)) from error
     return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
 
 
@@ -346,28 +386,46 @@ def _what_placement_would_save(
 
 
 def _planned(
-    job: Job, old: list[Roster], new: list[Roster], bridge: Transport, options: SwitchOptions
-) -> tuple[Plan, tuple[RosterSet, RosterSet], Topology]:
-    """This rank's part of the plan that all agreed on, roster sets and topology; collective.
+    job: Job,
+    old_rosters: list[Roster],
+    new_rosters: list[Roster],
+    old: Holdings,
+    new: Holdings,
+    free: Free,
+    bridge: Transport,
+    options: SwitchOptions,
+) -> tuple[StagedPlan, tuple[RosterSet, RosterSet], Topology, KeepSource]:
+    """This rank's part of the plan that all agreed on, roster sets, topology, and what is kept.
 
-    Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan cannot be,
-    :class:`TransitionError` where they made different plans.
+    Collective. Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan
+    cannot be, :class:`TransitionError` where they made different plans.
     """
+    timeout_s = options.timeout_s
     # At least a byte: whoever wants little staging memory gets as many windows as there can be.
     room = max(1, options.plan.staging_bytes - bridge.held_bytes)
     plan_options = replace(options.plan, staging_bytes=room)
+    rosters = _merged(old_rosters, new_rosters)
+    kept, stages = decide(
+        options.keep_source,
+        rosters,
+        old,
+        new,
+        free,
+        bridge,
+        staging_bytes=options.plan.staging_bytes,
+        timeout_s=timeout_s,
+    )
     problem = digest = ""
     topology, hosts = _hosts_and_links(bridge, options.timeout_s)
     try:
         if options.topology is not None:
             topology = options.topology.over(topology, hosts)
-        rosters = _merged(old, new)
-        plan = job.plans.plan(*rosters, topology, plan_options, rank=bridge.rank)
+        plan = job.plans.staged(*rosters, stages, topology, plan_options, rank=bridge.rank)
         digest = plan.digest
     except (ConfigError, TransitionError) as error:
         problem = str(error)
     own = json.dumps([problem, digest]).encode()
-    answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=options.timeout_s)]
+    answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=timeout_s)]
     for found, _ in answers:
         if found:
             raise SwitchRefused(found, f"the job stays in layout {job.layout}")
@@ -377,7 +435,7 @@ def _planned(
             f"ranks {odd} made another plan than rank 0; their rosters, options or package "
             "versions differ"
         )
-    return plan, rosters, topology
+    return plan, rosters, topology, kept
 
 
 def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
@@ -385,23 +443,14 @@ def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
     return merge_steps(json.loads(row) for row in rows)
 
 
-def _verify(
-    plan: Plan,
-    rosters: tuple[RosterSet, RosterSet],
-    old: Fragments,
-    new: Fragments,
-    bridge: Transport,
-    timeout_s: float,
-) -> dict[str, str]:
-    check_received(plan, old, new, bridge, timeout_s=timeout_s)
-    before, old_sums = fingerprint(rosters[0], old, bridge, timeout_s=timeout_s)
-    after, new_sums = fingerprint(rosters[1], new, bridge, timeout_s=timeout_s)
+def _compared(rosters: RosterSet, old: tuple[str, Sums], new: tuple[str, Sums]) -> dict[str, str]:
+    (before, old_sums), (after, new_sums) = old, new
     if before != after:
         odd = np.unique(np.nonzero(old_sums != new_sums)[0])
         raise TransitionError(
             f"fingerprint of the whole state was {before} and is {after}, although every rank has "
             "its sources' bits: copies that should be equal differed before the switch, of "
-            f"{', '.join(plan.tensors[i].name for i in odd[:5])}; engine.check_replicas=true "
+            f"{', '.join(rosters.tensors[i].name for i in odd[:5])}; engine.check_replicas=true "
             "names the ranks and refuses such a switch"
         )
     return {"before": before, "after": after}
@@ -409,18 +458,18 @@ def _verify(
 
 def _fill_in(
     report: SwitchReport,
-    plan: Plan,
-    executed: ExecutionReport,
+    plan: StagedPlan,
+    move: Move,
     rebuilt: int,
     bridge: Transport,
     timeout_s: float,
 ) -> None:
     """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
     own: dict[str, Any] = {
-        "pack": executed.pack_s,
-        "wire": executed.wire_s,
-        "unpack": executed.unpack_s + executed.retain_s,
-        "sent": executed.sent_bytes,
+        "pack": sum(executed.pack_s for executed in move.reports),
+        "wire": sum(executed.wire_s for executed in move.reports),
+        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+        "sent": sum(executed.sent_bytes for executed in move.reports),
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,
         "peak": report.peak_extra_bytes,
