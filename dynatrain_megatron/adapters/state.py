@@ -184,7 +184,7 @@ class HostState:
         for shard in self.shards():
             if _steps_per_param(shard.inner):
                 step = steps[self._placed[id(shard.param)][1][0].name]
-                shard.inner.state[shard.key]["step"] = torch.tensor(step, dtype=torch.float32)
+                shard.inner.state[shard.key]["step"].fill_(step)
         last = int(max(steps.values(), default=0))
         for opt in self.inner_optimizers():
             if last and not _steps_per_param(opt.optimizer):

@@ -294,14 +294,17 @@ class SideMemory:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most memory that a switch takes on a rank beyond its old state, bytes.
+    """The most memory that a switch takes on a rank beyond its old state: ``extra`` bytes.
 
-    ``bound`` is what it is promised to be within: growth (where nothing is kept) or the whole
-    target, staging and the largest allocation of a stage.
+    What it is promised to be within is growth, or the whole target where the source is kept
+    (``ends_with``), ``staging``, and the most that one stage allocates on any rank, of which
+    ``largest`` is this rank's.
     """
 
     extra: int
-    bound: int
+    ends_with: int
+    staging: int
+    largest: int
 
 
 def planned_peak(source: SideMemory, target: SideMemory, staging: IntArray, *, frees: bool) -> Peak:
@@ -322,6 +325,9 @@ def planned_peak(source: SideMemory, target: SideMemory, staging: IntArray, *, f
     rebuilding = base + int(allocated.sum() - freed.sum()) + target.rebuilt
     growth = target.nbytes - source.nbytes
     extra = max(0, base + target.largest, int(moving.max(initial=0)), rebuilding, growth)
-    most = int(staging.max(initial=0))
-    kept = max(0, growth) + int(allocated.max(initial=0)) if frees else target.nbytes
-    return Peak(extra, kept + most)
+    return Peak(
+        extra,
+        max(0, growth) if frees else target.nbytes,
+        int(staging.max(initial=0)),
+        int(allocated.max(initial=0)) if frees else 0,
+    )

@@ -52,6 +52,7 @@ from dynatrain_megatron.errors import (
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, place
 from dynatrain_megatron.planner.staged import StagedPlan
+from dynatrain_megatron.planner.stages import Peak
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.transition.keep import Free, decide
@@ -100,6 +101,7 @@ class SwitchReport:
     keep_source: str = ""
     peak_extra_bytes: int = 0
     planned_peak_extra_bytes: int = 0
+    bound_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
     bytes_matrix: list[list[int]] = field(default_factory=list)
     placement: dict[str, Any] | None = None
@@ -204,13 +206,18 @@ def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> S
         ledger.mark()
     report.keep_source, report.stages = str(kept), plan.stages.count
     report.peak_extra_bytes = ledger.peak_extra_bytes
-    report.planned_peak_extra_bytes = peak.extra
     report.groups = {
         "reused": 0,
         "created": len(new_groups.process_groups()),
         "destroyed": destroyed,
     }
-    _fill_in(report, plan, move, rebuilt, bridge, options.timeout_s)
+    _fill_in(report, plan, move, peak, rebuilt, bridge, options.timeout_s)
+    progress(
+        rank,
+        f"memory   {report.keep_source} kept, {report.stages} stages: at most "
+        f"{report.peak_extra_bytes} bytes more on a rank (planned "
+        f"{report.planned_peak_extra_bytes}, bound {report.bound_peak_extra_bytes})",
+    )
     return report
 
 
@@ -460,6 +467,7 @@ def _fill_in(
     report: SwitchReport,
     plan: StagedPlan,
     move: Move,
+    peak: Peak,
     rebuilt: int,
     bridge: Transport,
     timeout_s: float,
@@ -473,7 +481,9 @@ def _fill_in(
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,
         "peak": report.peak_extra_bytes,
-        "planned": report.planned_peak_extra_bytes,
+        "planned": peak.extra,
+        "bound": peak.ends_with + peak.staging,
+        "largest": peak.largest,
     }
     rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
     for name in ("pack", "wire", "unpack"):
@@ -488,6 +498,9 @@ def _fill_in(
     }
     report.peak_extra_bytes = max(row["peak"] for row in rows)
     report.planned_peak_extra_bytes = max(row["planned"] for row in rows)
+    report.bound_peak_extra_bytes = max(row["bound"] for row in rows) + max(
+        row["largest"] for row in rows
+    )
     report.ops = plan.num_operations
     report.rounds = plan.num_windows
     report.bytes_matrix = plan.bytes_matrix.tolist()

@@ -105,6 +105,7 @@ def run_tour(
     *,
     first: int = 2,
     least: int = 20,
+    overrides: Sequence[str] = (),
     inside: Callable[[], None] | None = None,
 ) -> list[tuple[str, str]]:
     """Train along a tour of layouts, every switch checked; what must hold of each is asserted.
@@ -125,7 +126,7 @@ def run_tour(
             *(*flags, *ORACLE_FLAGS, "--data-cache-path", str(directory / "cache")),
             *("--train-iters", str(first + len(tour))),
         ],
-        [tours.schedule(tour, first=first)],
+        [tours.schedule(tour, first=first), *overrides],
         directory,
         timeout_s=560,
         inside=attached,

@@ -219,6 +219,7 @@ def test_a_key_is_all_that_shapes_a_plan() -> None:
         "topology": Topology((0, 1), 1),
         "options": PlanOptions(window_ops=1),
         "rank": None,
+        "stages": "d",
     }
     assert set(changes) == {field.name for field in dataclasses.fields(PlanKey)}
     for name, value in changes.items():
