@@ -30,7 +30,7 @@ from dynatrain_megatron.config import (
     ScheduleStep,
     Verify,
 )
-from dynatrain_megatron.errors import LayoutError, SwitchRefused
+from dynatrain_megatron.errors import LayoutError, SplitStateError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.observe import RunLog, progress
 from dynatrain_megatron.planner import PlanOptions, read_topology_file
@@ -79,6 +79,7 @@ class Session:
         self._due: _Due | None = None
         self._saved_iteration: int | None = None
         self._save_pending = False
+        self._split: SplitStateError | None = None
 
     # -- before training ---------------------------------------------------------------------
 
@@ -154,6 +155,7 @@ class Session:
 
     def on_train(self, original: Original, call: Call) -> Any:
         """Run ``train``, and again after each switch, until it returns."""
+        self._check_whole()
         job = self._first_job(call)
         if job is None:
             return original(*call.args, **call.kwargs)
@@ -280,6 +282,7 @@ class Session:
 
     def on_save(self, original: Original, call: Call) -> Any:
         """Save the position of the training iterator in force."""
+        self._check_whole()
         if self.job is not None and self._num_switches:
             call.arguments["train_data_iterator"] = self.job.iterators.train
         result = original(*call.args, **call.kwargs)
@@ -305,6 +308,9 @@ class Session:
         except SwitchRefused as refusal:
             self._refused(job, due.step, refusal)
             return False
+        except SplitStateError as error:
+            self._split = error
+            raise
         self._num_switches += 1
         report.seconds = {"prepare": due.prepare_s, **report.seconds}
         if self.config.save_after_switch:
@@ -313,6 +319,11 @@ class Session:
             report.seconds["save"] = time.perf_counter() - begin
         self._done(job, report, time.perf_counter() - self._boundary_s)
         return True
+
+    def _check_whole(self) -> None:
+        """Nothing is trained on or saved once a switch has left no layout with the whole state."""
+        if self._split is not None:
+            raise self._split
 
     def _save(self, job: Job) -> None:
         """Write a checkpoint in the layout in force, as Megatron's loop does; collective.
