@@ -8,6 +8,7 @@ nobody can train in either until all is moved.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +35,10 @@ class Frees:
 
 @dataclass
 class Move:
-    """One rank's part of moving the state; ``missing`` gives the target's storages their memory."""
+    """One rank's part of moving the state; ``missing`` gives the target's storages their memory.
+
+    ``give_back`` lets others have what was freed, where an allocator would keep it.
+    """
 
     plan: StagedPlan
     old: Holdings
@@ -42,6 +46,7 @@ class Move:
     missing: Dropped
     ledger: Ledger
     frees: Frees
+    give_back: Callable[[], None]
     verify_s: float = 0.0
     reports: list[ExecutionReport] = field(default_factory=list)
 
@@ -66,6 +71,8 @@ class Move:
         """All stages; collective. Raises :class:`TransitionError` where one fails."""
         old, new = self._stages_of_slots(rosters, transport.rank)
         last, first = self.old.stages(old, last=True), self.new.stages(new, last=False)
+        if self.frees.wanted:
+            self.give_back()
         for number, plan in enumerate(self.plan.plans):
             self._allocate(first == number)
             given, got = (
@@ -113,6 +120,7 @@ class Move:
         free(self.old.storages[number] for number in np.nonzero(chosen)[0].tolist())
         if first:
             free(self.old.rebuilt)
+        self.give_back()
 
     def _stages_of_slots(
         self, rosters: tuple[RosterSet, RosterSet], rank: int

@@ -182,7 +182,8 @@ def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> S
             if options.placement:
                 report.placement = _what_placement_would_save(rosters, topology, rank)
         frees.wanted = kept is KeepSource.never
-        move = Move(plan, old, built.holdings, built.missing, ledger, frees)
+        give_back = current_platform().empty_cache
+        move = Move(plan, old, built.holdings, built.missing, ledger, frees, give_back)
         peak = move.planned(rosters, rank)
         if options.verify:
             with phase("verify", "fingerprint of the old state taken"):

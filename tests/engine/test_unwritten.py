@@ -9,6 +9,7 @@ import torch
 
 from dynatrain_megatron.engine.memory import distinct_storages, storage_bytes
 from dynatrain_megatron.engine.unwritten import Unwritten
+from dynatrain_megatron.errors import HostMismatch
 
 N = 1 << 16
 
@@ -17,8 +18,8 @@ def test_what_nobody_writes_to_takes_no_memory_whatever_is_made_of_it() -> None:
     """As Megatron makes it: parameters in bf16, laid into a flat buffer, copied to main ones."""
     unwritten = Unwritten()
     with unwritten:
-        layer = torch.nn.utils.skip_init(torch.nn.Linear, 256, 256).bfloat16()
-        params = list(layer.parameters())
+        weight, norm = torch.empty(256, 256), torch.empty(512).fill_(1)
+        params = [torch.nn.Parameter(each.bfloat16()) for each in (weight, norm)]
         buffer = torch.zeros(2 * N, dtype=torch.bfloat16)
         grads = torch.zeros(2 * N)
         offset = 0
@@ -32,8 +33,9 @@ def test_what_nobody_writes_to_takes_no_memory_whatever_is_made_of_it() -> None:
     held = [*params, buffer, grads, *mains, *moments]
     large = [tensor for tensor in held if tensor.nbytes >= 1 << 10]
     assert storage_bytes(large) == 0
-    assert unwritten.most_bytes == grads.nbytes  # a view is made of it
+    assert unwritten.most_bytes == buffer.nbytes  # of which views are made
     missing = unwritten.take(large)
+    unwritten.allocate_rest()
     assert missing.bytes == 4 * N + 8 * N + 3 * sum(main.nbytes for main in mains)
     missing.restore()
     params[0].data.fill_(1)
@@ -78,10 +80,30 @@ def test_writing_to_a_part_leaves_the_rest_zero() -> None:
     assert half.untyped_storage().nbytes() == 0
 
 
+def test_what_is_written_to_parts_is_remembered_but_not_in_copies() -> None:
+    """A copy that nobody fills must not be used."""
+    unwritten = Unwritten()
+    with unwritten:
+        whole = torch.zeros(N)
+        whole[3:7].view(2, 2).t().copy_(torch.tensor([[1, 2], [3, 4]]))
+        whole[5:8].copy_(torch.tensor(9))
+        assert whole.untyped_storage().nbytes() == 0
+        copy = whole.clone()
+        with pytest.raises(HostMismatch, match="made of parameters"):
+            copy.sum()
+        again = whole[:100].double()
+    assert copy.untyped_storage().nbytes() == again.untyped_storage().nbytes() == 0
+    with pytest.raises(HostMismatch, match="800 bytes"):
+        unwritten.allocate_rest()
+    del again
+    unwritten.allocate_rest()
+    assert whole[:10].tolist() == [0, 0, 0, 1, 3, 9, 9, 9, 0, 0] and whole[10:].sum() == 0
+
+
 def test_the_rest_gets_its_memory_and_what_is_gone_does_not() -> None:
     unwritten = Unwritten()
     with unwritten:
-        kept, taken, gone = torch.zeros(N), torch.empty(N), torch.empty(1 << 40)
+        kept, taken, gone = torch.zeros(N), torch.empty(N), torch.empty(1 << 20)
     missing = unwritten.take([taken])
     del gone
     unwritten.allocate_rest()

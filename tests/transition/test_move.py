@@ -92,12 +92,14 @@ def jobs(case: Case, found: Stages, staging: int, *, frees: bool, shared: bool) 
         old = side(make(before, filled=True), there=True)
         new = side(make(after, filled=False), there=False)
         ledger = Ledger([*old.tensors, *new.tensors])
-        move = Move(plan, old.holdings, new.holdings, new.missing, ledger, Frees(wanted=frees))
+        move = Move(
+            plan, old.holdings, new.holdings, new.missing, ledger, Frees(wanted=frees), lambda: None
+        )
         made.append(Job(old, new, move))
     return made
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     mixed_cases(TENSORS),
     *[st.booleans()] * 3,
@@ -176,8 +178,8 @@ def test_nothing_is_freed_where_a_check_fails(monkeypatch: pytest.MonkeyPatch) -
     for rank, (old, _, move) in enumerate(made):
         assert move.frees.begun
         for slot, stage in enumerate(found.source[case.source.rows_of(rank)].tolist()):
-            (view,) = old.holdings.fragments.views[slot]
-            assert bool(view.untyped_storage().nbytes()) == (stage > 0)
+            for view in old.holdings.fragments.views[slot]:
+                assert bool(view.untyped_storage().nbytes()) == (stage > 0)
 
 
 # ---------------------------------------------------------------------- the decision
