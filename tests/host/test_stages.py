@@ -112,26 +112,16 @@ def test_the_ledger_is_within_the_plan_and_the_process_about(tmp_path: Path) -> 
     resident = [json.loads((tmp_path / f"resident-{r}.json").read_text()) for r in range(4)]
     rows = list(zip(found, [max(each) for each in zip(*resident, strict=True)], strict=True))
     for event, process in rows:
-        print(
-            event["source"],
-            event["target"],
-            event["keep_source"],
-            event["stages"],
-            event["planned_peak_extra_bytes"] / MIB,
-            event["peak_extra_bytes"] / MIB,
-            event["bound_peak_extra_bytes"] / MIB,
-            process / MIB,
-            event["stall_s"],
-            event["seconds"],
-        )
-    for event, process in rows:
         assert within(event)
-        # The process has caches, code paged in and the allocator's own rounding besides.
+        # Besides, the process has caches, code paged in, and what its allocator keeps.
         assert process <= 1.25 * event["planned_peak_extra_bytes"] + 96 * MIB, event
     half = len(AROUND) - 1
-    for (kept, _), (freed, _) in zip(rows[:half], rows[half:], strict=True):
+    for (kept, much), (freed, less) in zip(rows[:half], rows[half:], strict=True):
         assert (kept["keep_source"], freed["keep_source"]) == ("always", "never")
         assert freed["planned_peak_extra_bytes"] <= kept["planned_peak_extra_bytes"]
+        if {kept["source"], kept["target"]} == {"tp4", "pp4"}:  # nothing grows: all is overlap
+            assert freed["planned_peak_extra_bytes"] < 0.5 * kept["planned_peak_extra_bytes"]
+            assert freed["stages"] > 2 and less < 0.75 * much, (less / MIB, much / MIB)
     assert [event["target"] for event, _ in rows] == [b for _, b in pairwise(tour)]
 
 
