@@ -50,13 +50,13 @@ class Move:
     verify_s: float = 0.0
     reports: list[ExecutionReport] = field(default_factory=list)
 
-    def planned(self, rosters: tuple[RosterSet, RosterSet], rank: int) -> Peak:
-        """The memory that the switch takes on this rank."""
+    def planned(self, rosters: tuple[RosterSet, RosterSet], rank: int, held_bytes: int = 0) -> Peak:
+        """The memory that the switch takes on a rank whose transport holds ``held_bytes``."""
         old, new = self._stages_of_slots(rosters, rank)
         return planned_peak(
             self.old.memory(self.old.stages(old, last=True)),
             self.new.memory(self.new.stages(new, last=False)),
-            self.plan.staging_bytes(rank),
+            self.plan.staging_bytes(rank) + held_bytes,
             frees=self.frees.wanted,
         )
 

@@ -184,7 +184,7 @@ def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> S
         frees.wanted = kept is KeepSource.never
         give_back = current_platform().empty_cache
         move = Move(plan, old, built.holdings, built.missing, ledger, frees, give_back)
-        peak = move.planned(rosters, rank)
+        peak = move.planned(rosters, rank, bridge.held_bytes)
         if options.verify:
             with phase("verify", "fingerprint of the old state taken"):
                 before = fingerprint(rosters[0], old.fragments, bridge, timeout_s=options.timeout_s)
@@ -360,7 +360,7 @@ def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]
     try:
         tensors = union_of_tensors([*old, *new])
     except ValueError as error:
-        raise SwitchRefused(str(error)) from error
+        raise SwitchRefused(str(error), "the job stays in its layout") from error
     return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
 
 
