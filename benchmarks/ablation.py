@@ -4,7 +4,7 @@
     python benchmarks/ablation.py --quick     # 10M, under two minutes
 
 Every row of :data:`ROWS` is a way to make a switch. In each round all rows take their turn there
-and back, so that what else the machine does meets all of them alike. A row is compared with the
+and back twice, of which the second counts, so that what else the machine does meets all alike. A row is compared with the
 row that it differs from in one thing. Transitions are :data:`CASES`; rows that only matter where
 several ranks hold the same are measured on a job whose optimizer is not distributed.
 
@@ -18,7 +18,6 @@ import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from jobs import (
     bandwidth,
     bridge,
     fill,
+    keep_layouts,
     layout_flags,
     run_on_ranks,
     switch_to,
@@ -40,10 +40,10 @@ from peers import Uncoalesced
 from switch_report import PHASES as ALL_PHASES
 
 from dynatrain_megatron.adapters.job import Job
-from dynatrain_megatron.config import EngineSchedule, EngineTransport
+from dynatrain_megatron.config import EngineSchedule, EngineTransport, KeepSource
 from dynatrain_megatron.engine import TorchTransport, Transport
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import PlanCache, PlanOptions, Sources
+from dynatrain_megatron.planner import PlanOptions, Sources
 from dynatrain_megatron.transition.switch import SwitchOptions
 
 PHASES = (*ALL_PHASES, "replicas")
@@ -66,14 +66,6 @@ class Case(NamedTuple):
 CASES = [Case("tp4", "pp2-dp2"), Case("tp2-dp2-noopt", "pp4-noopt")]
 
 
-def _nothing(job: Job) -> None:
-    """What is done before a switch where nothing is."""
-
-
-def _forget_plans(job: Job) -> None:
-    job.plans = PlanCache()
-
-
 def planned(**values: Any) -> SwitchOptions:
     """The usual options, but for these of the plan."""
     return replace(BASE, plan=replace(BASE.plan, **values))
@@ -83,14 +75,14 @@ def planned(**values: Any) -> SwitchOptions:
 class Row:
     """A way to switch: how it differs from the row ``against``, and what it takes.
 
-    ``transport`` is one of :func:`transports`; ``before`` runs on every rank before each switch.
+    ``transport`` is one of :func:`transports`; ``kept`` is how many layouts left are kept.
     """
 
     name: str
     against: str | None
     options: SwitchOptions = BASE
     transport: str = "read"
-    before: Callable[[Job], None] = _nothing
+    kept: int = 4
 
 
 ALL_ON, GLOO = "all on, memory read", "all on, gloo"
@@ -98,7 +90,9 @@ ROWS = [
     Row(ALL_ON, None),
     Row("no verification", ALL_ON, replace(BASE, verify=False)),
     Row("replicas compared first", ALL_ON, replace(BASE, check_replicas=True)),
-    Row("plans not cached", ALL_ON, before=_forget_plans),
+    Row("no layouts kept", ALL_ON, kept=0),
+    Row("not promoted", ALL_ON, planned(relay=False)),
+    Row("memory freed stage by stage", ALL_ON, replace(BASE, keep_source=KeepSource.never)),
     Row("first holder sends all", ALL_ON, planned(sources=Sources.first)),
     Row("staging 16 MiB", ALL_ON, planned(staging_bytes=16 * _MIB)),
     Row("rings of shared memory", ALL_ON, transport="rings"),
@@ -131,16 +125,15 @@ def transports() -> dict[str, Transport]:
 def measure(job: Job, case: Case, rounds: int) -> dict[str, Any]:
     """Every row, there and back, in every round; on every rank. The first round warms up."""
     fill(job)
-    ways, plans = transports(), PlanCache(max_plans=4 * len(ROWS))
+    ways = transports()
     lines: dict[str, list[dict[str, Any]]] = {row.name: [] for row in ROWS}
     for number in range(rounds + 1):
         for row in ROWS:
             use(job, ways[row.transport])
-            job.plans = plans
-            for layout in (case.target, case.source):
-                row.before(job)
+            keep_layouts(job, row.kept)
+            for turn, layout in enumerate((case.target, case.source) * 2):
                 switched = switch_to(job, layout, row.options)
-                if number:
+                if number and turn > 1:  # before, nothing is known of the other layout
                     line = {"stall_s": switched.stall_s, **switched.report.seconds}
                     line["staging"] = switched.report.planned_peak_extra_bytes
                     line["max_send"] = switched.report.bytes["max_send"]

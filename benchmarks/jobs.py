@@ -22,13 +22,22 @@ from ranks import run_ranks
 
 from dynatrain_megatron import platform
 from dynatrain_megatron.adapters import arguments, groups, skeleton
-from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.adapters.built import BuiltCache
+from dynatrain_megatron.adapters.job import BoundPlans, Job
 from dynatrain_megatron.adapters.state import HostState
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.engine import Fragments, Transport, connect
 from dynatrain_megatron.engine.memory import Dropped, release
+from dynatrain_megatron.engine.unwritten import Unwritten
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
+from dynatrain_megatron.planner import (
+    Plan,
+    PlanCache,
+    PlanOptions,
+    Recent,
+    Topology,
+    make_plan,
+)
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport
 from dynatrain_megatron.vps import Roster, RosterSet
@@ -208,6 +217,16 @@ def bridge(transport: EngineTransport) -> Transport:
 def use(job: Job, transport: Transport) -> None:
     """Let the job's next switches go over ``transport``."""
     job.bridge = transport
+    job.bound_plans = BoundPlans()  # which were made for the one before
+
+
+def keep_layouts(job: Job, most: int) -> None:
+    """Forget every layout left, and keep so many of those left from now on; collective."""
+    for built in job.dormant:
+        built.destroy()
+    job.dormant = BuiltCache(most)
+    job.rosters, job.plans = Recent(8), PlanCache()
+    job.bound_plans = BoundPlans()
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -268,7 +287,10 @@ def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Res
             job.args, job.recipe.embedding_ranks, job.recipe.position_embedding_ranks
         )
         groups.install(new_groups)
-        made = skeleton.build(job)
+        skeleton.set_microbatches(job.args)
+        unwritten = Unwritten()
+        made = skeleton.build(job, unwritten)
+        unwritten.allocate_rest()
         new = HostState(made.model, made.optimizer, job.args)
         release(new.gradients())
         found.append(body(Pair(source, new)))

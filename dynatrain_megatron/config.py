@@ -89,6 +89,19 @@ class Verify(StrEnum):
     fingerprint = "fingerprint"
 
 
+class KeepSource(StrEnum):
+    """What becomes of the old state while the new one is filled.
+
+    ``always``: it stays until the switch is done, so that a failure goes back to it. ``never``: it
+    is freed part by part, as soon as all readers have verified theirs; a failure after that ends
+    the job. ``auto``: ``always`` where every rank has the memory, ``never`` elsewhere.
+    """
+
+    always = "always"
+    never = "never"
+    auto = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How state is moved: the group ``engine``."""
@@ -102,6 +115,7 @@ class EngineConfig:
     """Messages a rank sends and receives in one window; two windows are under way at a time."""
     promote: EnginePromote = EnginePromote.auto
     verify: Verify = Verify.fingerprint
+    keep_source: KeepSource = KeepSource.auto
     check_replicas: bool = False
     """Whether what several ranks hold is compared first; a switch is refused where it differs."""
     timeout_s: float = 600.0
@@ -216,6 +230,7 @@ _ALLOWED = {
     "engine.window_ops": _COUNT,
     "engine.promote": _one_of(EnginePromote),
     "engine.verify": _one_of(Verify),
+    "engine.keep_source": _one_of(KeepSource),
     "engine.check_replicas": "true or false",
     "engine.timeout_s": "a number above 0 (seconds)",
     "elastic.cache_worlds": "a whole number of at least 0",

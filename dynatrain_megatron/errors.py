@@ -9,6 +9,7 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
     ├── SwitchRefused    the wanted switch is impossible or not supported
     ├── HostMismatch     Megatron or torch is not shaped as this version expects
     ├── TransitionError  something failed while a switch was under way
+    │   └── SplitStateError  ... after parts of the old state were gone: the job must end
     ├── WorldError       a world of processes could not be built, or the store is out of reach
     └── PlatformError    the device platform cannot be set up
 """
@@ -63,6 +64,13 @@ class HostMismatch(DynaTrainError):
 
 class TransitionError(DynaTrainError):
     """A switch failed after it had begun."""
+
+
+class SplitStateError(TransitionError):
+    """A switch failed when neither the old nor the new layout had the whole state any more.
+
+    Nothing may be trained on or saved after it; the job has to end.
+    """
 
 
 class WorldError(DynaTrainError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -54,19 +54,20 @@ class BuiltKey:
 
 
 class Built:
-    """One layout on this rank: its groups, Megatron's objects, and our description of its state.
-
-    Make it when nothing has run in the objects yet.
-    """
+    """One layout on this rank: its groups, Megatron's objects, and our description of its state."""
 
     def __init__(self, key: BuiltKey, made: groups.Groups, skeleton: Skeleton, args: Namespace):
         self.key = key
         self.groups = made
         self.skeleton = skeleton
         self._args = args
-        self._as_built = _AsBuilt(skeleton.model)
-        self._dropped: tuple[Dropped, ...] = ()
+        self._as_built: _AsBuilt | None = None
+        self._dropped: Dropped | None = None
         self._forget_description()
+
+    def note_as_built(self) -> None:
+        """Remember the objects as they are, before anything has run in them."""
+        self._as_built = _AsBuilt(self.skeleton.model)
 
     def _forget_description(self) -> None:
         self.state = HostState(self.skeleton.model, self.skeleton.optimizer, self._args)
@@ -95,29 +96,35 @@ class Built:
         assert self._fragments is not None
         return self._fragments
 
-    def sleep(self, gradients: Dropped) -> None:
+    def sleep(self, sizes: Mapping[int, int]) -> None:
         """Give the memory back, and put what Megatron's objects remember as it was once built.
 
-        ``gradients`` is the part of the memory that was dropped before.
+        ``sizes`` are those of the storages, some of which may have gone before.
         """
+        assert self._as_built is not None
         self._as_built.restore()
         self.state.clear_gradients()
         kept = self._as_built.storages
-        self._dropped = (
-            gradients,
-            Dropped(t for t in self.state.tensors() if t.untyped_storage()._cdata not in kept),
-        )
+        tensors = (t for t in self.state.tensors() if t.untyped_storage()._cdata not in kept)
+        self._dropped = Dropped(tensors, sizes)
         self.groups.forget_scratch()
 
     def wake(self) -> Dropped:
-        """Take memory again, of which the transfer writes every element; returns the gradients'.
+        """What is still without memory: all that a switch fills or makes anew, in its time."""
+        dropped, self._dropped = self._dropped, None
+        assert dropped is not None
+        later = {storage._cdata for storage in distinct_storages(self.written_later())}
+        for storage in dropped.storages:
+            if storage._cdata not in later:
+                dropped.restore_one(storage, zeros=True)
+        return dropped
 
-        Those stay dropped. What lies between parameters in flat buffers is zero, as once built.
-        """
-        gradients, rest = self._dropped
-        rest.restore(zero=False)
-        self.state.clear_padding()
-        return gradients
+    def written_later(self) -> Iterator[torch.Tensor]:
+        """What a switch to this layout fills, and what it makes anew afterwards."""
+        for views in self.described.views:
+            yield from views
+        yield from self.state.gradients()
+        yield from self.state.rebuilt()
 
     def destroy(self) -> int:
         """Destroy the groups, the same on every rank; returns how many. The objects are dead then.

@@ -9,12 +9,12 @@ the next switch. The new object itself, in the target's skeleton, keeps its attr
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from dynatrain_megatron.adapters.built import Built
 from dynatrain_megatron.adapters.job import Iterators, Job
 from dynatrain_megatron.adapters.skeleton import become, close_iterators
-from dynatrain_megatron.engine.memory import Dropped
 
 
 def finish_in_flight() -> None:
@@ -49,13 +49,13 @@ def stay(job: Job, functions: dict[str, Any]) -> None:
 
 
 def hand_over(
-    job: Job, target: Built, iterators: Iterators, baseline: Namespace, gradients: Dropped
+    job: Job, target: Built, iterators: Iterators, baseline: Namespace, sizes: Mapping[int, int]
 ) -> int:
     """Commit: the job goes on in ``target``; returns how many process groups were destroyed.
 
-    The target's args, config and groups are in force already. The layout left falls asleep, its
-    ``gradients`` being dropped already; others may have to go for it. Runs on every rank;
-    destroying groups may be collective on NCCL.
+    The target's args, config and groups are in force already. The layout left, whose storages had
+    these ``sizes``, falls asleep; others may have to go for it. Runs on every rank; destroying
+    groups may be collective on NCCL.
     """
     left, new = job.built, target.skeleton
     assert left is not None
@@ -68,7 +68,7 @@ def hand_over(
     job.checkpointing_context.clear()  # caches the old layout's groups and save plans
     _reset_trackers()
     job.layout, job.baseline, job.built = target.key.layout, baseline, target
-    left.sleep(gradients)
+    left.sleep(sizes)
     destroyed = job.dormant.put(left)
     close_iterators(old_iterators)
     return destroyed

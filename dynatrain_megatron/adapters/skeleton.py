@@ -22,6 +22,7 @@ from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.job import Iterators, Job
 from dynatrain_megatron.adapters.samplers import replaying
 from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.engine.unwritten import Unwritten
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ def host_context(job: Job) -> Iterator[None]:
         raise
 
 
-def build(job: Job) -> Skeleton:
+def build(job: Job, unwritten: Unwritten) -> Skeleton:
     """Collective over the world in force; args, groups and batches of the target must be in force.
 
+    Model and optimizer are made in the ``unwritten`` context: what is large has no memory yet.
     Random streams are undefined afterwards.
     """
     from megatron.core.utils import get_model_config
@@ -117,7 +119,8 @@ def build(job: Job) -> Skeleton:
             from megatron.core.process_groups_config import ProcessGroupCollection
 
             kwargs["pg_collection"] = ProcessGroupCollection.use_mpu_process_groups()
-        model, optimizer, scheduler = job.recipe.setup(*job.recipe.setup_args, **kwargs)
+        with unwritten:
+            model, optimizer, scheduler = job.recipe.setup(*job.recipe.setup_args, **kwargs)
     vars(args).update(run)
     for chunk in model:
         for module in chunk.modules():

@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -65,14 +65,6 @@ class _Part:
     shape: tuple[int, ...]  # of the logical tensor
     local: Region  # in the local parameter's coordinates
     start: tuple[int, ...]  # where it begins in the logical tensor
-
-
-class ExpectedBytes(NamedTuple):
-    """Memory of a layout on one rank: parameters with main parameters and buffers, and the rest."""
-
-    model: int
-    gradients: int
-    moments: int
 
 
 class HostState:
@@ -210,7 +202,7 @@ class HostState:
         for shard in self.shards():
             if _steps_per_param(shard.inner):
                 step = steps[self._placed[id(shard.param)][1][0].name]
-                shard.inner.state[shard.key]["step"] = torch.tensor(step, dtype=torch.float32)
+                shard.inner.state[shard.key]["step"].fill_(step)
         last = int(max(steps.values(), default=0))
         for opt in self.inner_optimizers():
             if last and not _steps_per_param(opt.optimizer):
@@ -236,29 +228,14 @@ class HostState:
                 chunk.start_param_sync(force_sync=True)
         return rebuilt
 
-    def expected_bytes(self) -> ExpectedBytes:
-        """Memory this layout takes on this rank by its declared sizes, for the plan.
-
-        Compared with the storages that exist afterwards, so that a hidden copy shows.
-        """
-        model = gradients = 0
-        for chunk in self.model:
-            in_buffers: set[int] = set()
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                gradients += buffer.numel * buffer.grad_dtype.itemsize
-                if buffer.param_data is not None:
-                    model += buffer.numel * buffer.param_dtype.itemsize
-                    in_buffers.update(id(param) for param in buffer.params)
-            loose = [p for p in chunk.parameters() if id(p) not in in_buffers]
-            model += sum(t.numel() * t.element_size() for t in (*loose, *chunk.module.buffers()))
-        moments = 0
+    def rebuilt(self) -> Iterator[torch.Tensor]:
+        """The parameters that :meth:`rebuild_params` makes anew from main parameters elsewhere."""
         for opt in self.inner_optimizers():
-            for param, start, stop, _, _ in _owned(opt):
-                if stop > start:
-                    model += 4 * (stop - start) * (param.dtype != torch.float32)
-                    moments += 4 * (stop - start) * len(_moments(opt.optimizer))
-                    moments += 4 * _steps_per_param(opt.optimizer)
-        return ExpectedBytes(model, gradients, moments)
+            mains = {main.untyped_storage()._cdata for _, _, _, main, _ in _owned(opt)}
+            for param in _managed_params(opt):
+                # A float32 parameter, or the buffer it lies in, is the main parameter itself.
+                if param.dtype != torch.float32 and param.untyped_storage()._cdata not in mains:
+                    yield param.detach()
 
     def clear_gradients(self) -> None:
         """Let the optimizer forget the gradients of its last step."""
@@ -267,18 +244,6 @@ class HostState:
                 for param in group["params"]:
                     if _grad(param) is not None:
                         param.grad = None
-
-    def clear_padding(self) -> None:
-        """Zero what lies between the parameters in flat buffers, as it is when they are made."""
-        for chunk in self.model:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                if buffer.param_data is None:
-                    continue
-                end = 0
-                for start, stop, *_ in sorted(buffer.param_index_map.values()):
-                    buffer.param_data[end:start].zero_()
-                    end = stop
-                buffer.param_data[end:].zero_()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The gradient buffers; between two steps they hold nothing."""
@@ -414,7 +379,7 @@ def _parts(entry: Any, data: torch.Tensor) -> list[_Part]:
 
 def _part(piece: Any, data: torch.Tensor) -> _Part:
     view = piece.data
-    shares = view.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
+    shares = view.untyped_storage()._cdata == data.untyped_storage()._cdata
     if not shares or view.stride() != data.stride() or piece.flattened_range is not None:
         raise SwitchRefused(
             f"{piece.key}: Megatron's checkpoint description does not view the live tensor "

@@ -34,6 +34,10 @@ class Fragments:
         cut = tuple(slice(int(start[d] - origin[d]), int(stop[d] - origin[d])) for d in range(dims))
         return tuple(view[cut] for view in self.views[slot])
 
+    def part(self, slots: IntArray) -> Fragments:
+        """The fragments in these slots alone, in that order."""
+        return Fragments(self.roster.part(slots), tuple(self.views[i] for i in slots.tolist()))
+
 
 class FragmentsBuilder:
     """Collects bound fragments in slot order."""

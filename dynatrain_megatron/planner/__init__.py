@@ -13,6 +13,8 @@ itself. The steps:
 ``windows``   who places them: ``direct``, ``rounds`` (xor, ring), or what ``cost`` says is fastest
 ``checks``    coverage proof and the lower bound of bytes, computed another way
 ``plan``      all of it as one value, with the figures a report needs; ``cache`` keeps some
+``stages``    parts of the state moved one after the other, and the memory that takes; ``staged``
+              is a plan for each of them
 
 Before that ``placement`` may let processes take other ranks, so that less has to move at all.
 """

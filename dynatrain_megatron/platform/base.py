@@ -45,6 +45,15 @@ class Platform(ABC):
     def allocated_bytes(self) -> int:
         """Bytes in use on the device now (on CPU: resident memory of the process)."""
 
+    @property
+    @abstractmethod
+    def memory_pool(self) -> str:
+        """Names the memory of this machine that :meth:`free_bytes` counts."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes that could be allocated now, shared by all ranks with the same memory pool."""
+
     @abstractmethod
     def peak_bytes(self) -> int:
         """The most :meth:`allocated_bytes` has been since the last :meth:`reset_peak`."""

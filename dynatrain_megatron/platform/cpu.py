@@ -61,6 +61,15 @@ class CpuPlatform(Platform):
         """Resident memory of the process."""
         return memory.resident_bytes()
 
+    @property
+    def memory_pool(self) -> str:
+        """One for all processes of the machine."""
+        return "host"
+
+    def free_bytes(self) -> int:
+        """What the machine, or the container where that has less, can still give."""
+        return memory.machine_bytes()[0]
+
     def peak_bytes(self) -> int:
         """Peak resident memory since the last :meth:`reset_peak`."""
         return memory.peak_resident_bytes()

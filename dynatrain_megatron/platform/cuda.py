@@ -50,6 +50,16 @@ class CudaPlatform(Platform):
         """Bytes of live tensors on the current GPU."""
         return torch.cuda.memory_allocated()
 
+    @property
+    def memory_pool(self) -> str:
+        """The current GPU, by its own name: ranks may number the GPUs they see differently."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def free_bytes(self) -> int:
+        """What the driver can give, and what this process has cached."""
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
     def peak_bytes(self) -> int:
         """Most bytes of live tensors since the last :meth:`reset_peak`."""
         return torch.cuda.max_memory_allocated()

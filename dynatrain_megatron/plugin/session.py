@@ -33,7 +33,7 @@ from dynatrain_megatron.config import (
     ScheduleStep,
     Verify,
 )
-from dynatrain_megatron.errors import LayoutError, SwitchRefused
+from dynatrain_megatron.errors import LayoutError, SplitStateError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.observe import RunLog, progress
 from dynatrain_megatron.planner import PlanOptions, read_topology_file
@@ -82,6 +82,7 @@ class Session:
         self._due: _Due | None = None
         self._saved_iteration: int | None = None
         self._save_pending = False
+        self._split: SplitStateError | None = None
 
     # -- before training ---------------------------------------------------------------------
 
@@ -157,6 +158,7 @@ class Session:
 
     def on_train(self, original: Original, call: Call) -> Any:
         """Run ``train``, and again after each switch, until it returns."""
+        self._check_whole()
         job = self._first_job(call)
         if job is None:
             return original(*call.args, **call.kwargs)
@@ -223,6 +225,7 @@ class Session:
         )
         key = BuiltKey.of(job.layout, args)
         job.built = Built(key, groups.capture(), Skeleton.of_launch(job), args)
+        job.built.note_as_built()
         return job
 
     def on_step_end(self, original: Original, call: Call) -> Any:
@@ -287,6 +290,7 @@ class Session:
 
     def on_save(self, original: Original, call: Call) -> Any:
         """Save the position of the training iterator in force."""
+        self._check_whole()
         if self.job is not None and self._num_switches:
             call.arguments["train_data_iterator"] = self.job.iterators.train
         result = original(*call.args, **call.kwargs)
@@ -312,6 +316,9 @@ class Session:
         except SwitchRefused as refusal:
             self._refused(job, due.step, refusal)
             return False
+        except SplitStateError as error:
+            self._split = error
+            raise
         self._num_switches += 1
         report.seconds = {"prepare": due.prepare_s, **report.seconds}
         if self.config.save_after_switch:
@@ -320,6 +327,11 @@ class Session:
             report.seconds["save"] = time.perf_counter() - begin
         self._done(job, report, time.perf_counter() - self._boundary_s)
         return True
+
+    def _check_whole(self) -> None:
+        """Nothing is trained on or saved once a switch has left no layout with the whole state."""
+        if self._split is not None:
+            raise self._split
 
     def _save(self, job: Job) -> None:
         """Write a checkpoint in the layout in force, as Megatron's loop does; collective.
@@ -365,6 +377,7 @@ class Session:
             ),
             transport=engine.transport,
             verify=engine.verify is not Verify.off,
+            keep_source=engine.keep_source,
             check_replicas=engine.check_replicas,
             topology=self._topology,
             placement=engine.placement is EnginePlacement.best,

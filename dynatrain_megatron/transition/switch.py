@@ -11,9 +11,12 @@
     verify    every receiver's bits against their sources', the whole against the whole
     commit    the host's objects become the new ones; old memory goes
 
-Until commit the old state is whole: whatever raises before puts the host back as it was. The layout
-left stays dormant: where a switch comes back to one, groups and objects are there, without memory,
-and rosters, plan and what the transfer copies are known.
+Until commit the old state is whole: whatever raises before puts the host back as it was. Where
+there is no memory for that, state moves in stages, and what has been read and verified is freed
+(:mod:`.move`): from then on the switch must succeed, or the job ends.
+
+The layout left stays dormant: where a switch comes back to one, groups and objects are there,
+without memory, and rosters, plan and what the transfer copies are known.
 """
 
 from __future__ import annotations
@@ -37,25 +40,28 @@ from dynatrain_megatron.adapters.handover import finish_in_flight, hand_over
 from dynatrain_megatron.adapters.job import Iterators, Job, RostersKey
 from dynatrain_megatron.adapters.skeleton import become
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
-from dynatrain_megatron.config import EngineTransport
-from dynatrain_megatron.engine import (
-    BoundPlan,
-    ExecutionReport,
-    Fragments,
-    Transport,
-    bind_plan,
-    connect,
-    execute,
-)
-from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
-from dynatrain_megatron.engine.memory import Dropped, storage_bytes
+from dynatrain_megatron.config import EngineTransport, KeepSource
+from dynatrain_megatron.engine import BoundPlan, Fragments, Transport, connect
+from dynatrain_megatron.engine.fingerprint import Sums, fingerprint
+from dynatrain_megatron.engine.holdings import Holdings
+from dynatrain_megatron.engine.memory import Dropped, Ledger, storage_sizes
 from dynatrain_megatron.engine.replicas import check_replicas
-from dynatrain_megatron.errors import ConfigError, SwitchRefused, TransitionError
+from dynatrain_megatron.engine.unwritten import Unwritten
+from dynatrain_megatron.errors import (
+    ConfigError,
+    SplitStateError,
+    SwitchRefused,
+    TransitionError,
+)
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.observe import progress
-from dynatrain_megatron.planner import Plan, PlanOptions, Topology, TopologyFile, place
+from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, place
+from dynatrain_megatron.planner.staged import StagedPlan
+from dynatrain_megatron.planner.stages import Peak
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
+from dynatrain_megatron.transition.keep import Free, decide
+from dynatrain_megatron.transition.move import Frees, Move
 from dynatrain_megatron.vps import Roster, RosterSet
 from dynatrain_megatron.vps.roster import union_of_tensors
 
@@ -77,6 +83,7 @@ class SwitchOptions:
     plan: PlanOptions
     transport: EngineTransport = EngineTransport.auto
     verify: bool = True
+    keep_source: KeepSource = KeepSource.auto
     check_replicas: bool = False
     topology: TopologyFile | None = None
     placement: bool = False
@@ -96,8 +103,10 @@ class SwitchReport:
     ops: int = 0
     rounds: int = 0
     stages: int = 1
+    keep_source: str = ""
     peak_extra_bytes: int = 0
     planned_peak_extra_bytes: int = 0
+    bound_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
     bytes_matrix: list[list[int]] = field(default_factory=list)
     placement: dict[str, Any] | None = None
@@ -124,80 +133,98 @@ def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
 
     Runs at a step boundary, outside ``train``. Raises :class:`SwitchRefused` where the state
     cannot be described (nothing was changed), :class:`TransitionError` where the transfer fails
-    (the host's globals are put back; the old state is intact).
+    (the host's globals are put back; the old state is intact), and :class:`SplitStateError` where
+    something fails after parts of the old state were freed.
     """
+    frees = Frees()
+    try:
+        return _switch(job, target, options, frees)
+    except Exception as error:
+        if frees.begun:
+            raise SplitStateError(
+                f"the switch failed after parts of the old state had been freed: {error}; the "
+                "state is split between two layouts, so the job must end. Start again from the "
+                "last checkpoint; with engine.keep_source=always a switch can go back"
+            ) from error
+        raise
+
+
+def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> SwitchReport:
     rank = job.args.rank
     report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
     phase = _Phases(report, rank)
     progress(rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}")
+    free = Free.now()
     source = job.built
     assert source is not None
     with phase("quiesce", "asynchronous saves finished, old state described"):
         finish_in_flight()
         current_platform().synchronize()
         bridge = _bridge(job, options)
-        old_fragments = _described(source, bridge, options.timeout_s)
-        old_bytes = storage_bytes(source.state.tensors())
+        old = _holdings(source, _described(source, bridge, options.timeout_s))
+        ledger, sizes = Ledger(source.state.tensors()), storage_sizes(source.state.tensors())
     if options.check_replicas:
         with phase("replicas", "what several ranks hold compared"):
-            replicated = RosterSet.merge(_gather_rosters(old_fragments, bridge, options.timeout_s))
-            check_replicas(replicated, old_fragments, bridge, timeout_s=options.timeout_s)
-    with skeleton.host_context(job), _without_gradients(source.state) as old_gradients:
+            replicated = RosterSet.merge(_gather_rosters(old.fragments, bridge, options.timeout_s))
+            check_replicas(replicated, old.fragments, bridge, timeout_s=options.timeout_s)
+    with skeleton.host_context(job), _without_gradients(source.state):
         baseline = _install_arguments(job, target)
         ready = _ready(job, target.layout, phase, bridge, options.timeout_s)
-        new, new_fragments = ready.built.state, ready.fragments
-        expected = new.expected_bytes()
+        new_state, new = ready.built.state, ready.holdings
+        ledger.watch(new_state.tensors())
+        ledger.mark(ready.most_bytes)
         with phase("plan", "rosters exchanged, plan made"):
             try:
-                planned = _planned(job, source, ready.built, bridge, options)
+                planned = _planned(job, source, ready.built, old, new, free, bridge, options)
+                steps = _exchange_steps(source.state.steps(), bridge, options.timeout_s)
             except SwitchRefused:
                 ready.built.destroy()
                 raise
             plan, rosters = planned.plan, planned.rosters
             if options.placement:
                 report.placement = _what_placement_would_save(rosters, planned.topology, rank)
-        executed = execute(
-            *(plan, old_fragments, new_fragments, bridge),
-            timeout_s=options.timeout_s,
-            bound=planned.bound,
-        )
+        frees.wanted = planned.kept is KeepSource.never
+        give_back = current_platform().empty_cache
+        move = Move(plan, old, new, ready.missing, ledger, frees, give_back, planned.bound)
+        peak = move.planned(rosters, rank, bridge.held_bytes)
+        if options.verify:
+            with phase("verify", "fingerprint of the old state taken"):
+                before = fingerprint(rosters[0], old.fragments, bridge, timeout_s=options.timeout_s)
+        move.run(rosters, bridge, verify=options.verify, timeout_s=options.timeout_s)
+        for name, seconds in move.seconds.items():
+            report.seconds[name] = report.seconds.get(name, 0.0) + seconds
+        if move.bound is not None:
+            job.bound_plans.put(plan.plans[0], old.fragments, new.fragments, move.bound)
         with phase("rebuild", "parameters gathered from main parameters"):
-            steps = _exchange_steps(source.state.steps(), bridge, options.timeout_s)
-            new.restore_steps(steps)
-            rebuilt = new.rebuild_params()
+            move.rebuild_begins()
+            new_state.restore_steps(steps)
+            rebuilt = new_state.rebuild_params()
         if options.verify:
             with phase("verify", "fingerprints compared"):
-                report.fingerprint = _verify(
-                    plan, rosters, old_fragments, new_fragments, bridge, options.timeout_s
-                )
-    new_bytes = storage_bytes(new.tensors())
-    report.peak_extra_bytes = _peak_extra_bytes(
-        before=old_bytes,
-        dropped=old_gradients.bytes,
-        skeleton=ready.skeleton_bytes,
-        state=new_bytes,
-        gradients=ready.gradients.bytes,
-        staging=executed.peak_staging_bytes,
-    )
-    report.planned_peak_extra_bytes = _peak_extra_bytes(
-        before=old_bytes,
-        dropped=old_gradients.bytes,
-        skeleton=0 if ready.woken else expected.model + expected.gradients,
-        state=expected.model + expected.moments,
-        gradients=expected.gradients,
-        staging=plan.peak_staging_bytes(rank) + bridge.held_bytes,
-    )
+                after = fingerprint(rosters[1], new.fragments, bridge, timeout_s=options.timeout_s)
+                report.fingerprint = _compared(rosters[0], before, after)
     with phase("commit", "old memory released"):
         assert ready.iterators is not None
-        destroyed = hand_over(job, ready.built, ready.iterators, baseline, old_gradients)
-        ready.gradients.restore()
+        destroyed = hand_over(job, ready.built, ready.iterators, baseline, sizes)
+        for tensor in new_state.gradients():
+            ready.missing.restore_one(tensor.untyped_storage(), zeros=True)
+        ledger.watch(new_state.tensors())
+        ledger.mark()
         num_groups = len(ready.built.groups.process_groups())
         report.groups = {
             "reused": num_groups * ready.woken,
             "created": num_groups * (not ready.woken),
             "destroyed": destroyed,
         }
-        _fill_in(report, plan, executed, rebuilt, bridge, options.timeout_s)
+        report.keep_source, report.stages = str(planned.kept), plan.stages.count
+        report.peak_extra_bytes = ledger.peak_extra_bytes
+        _fill_in(report, plan, move, peak, rebuilt, bridge, options.timeout_s)
+    progress(
+        rank,
+        f"memory   {report.keep_source} kept, {report.stages} stages: at most "
+        f"{report.peak_extra_bytes} bytes more on a rank (planned "
+        f"{report.planned_peak_extra_bytes}, bound {report.bound_peak_extra_bytes})",
+    )
     return report
 
 
@@ -218,6 +245,7 @@ def _bridge(job: Job, options: SwitchOptions) -> Transport:
         except SwitchRefused:
             dist.destroy_process_group(group)
             raise
+    if job.topology is None:
         job.topology = _hosts_and_links(job.bridge, options.timeout_s)
     return job.bridge
 
@@ -260,26 +288,28 @@ def _without_gradients(state: HostState) -> Iterator[Dropped]:
         raise
 
 
-def _peak_extra_bytes(
-    *, before: int, dropped: int, skeleton: int, state: int, gradients: int, staging: int
-) -> int:
-    """The most memory a switch takes on a rank beyond the ``before`` bytes of its old state.
-
-    The old state without its gradients (``dropped``) is kept until commit. On top of it come the
-    target's ``skeleton``, which has gradients and no moments; then the whole ``state``, which has
-    moments and no gradients, with the ``staging``; the gradients come last, in place of all that.
-    """
-    return max(0, skeleton - dropped, state + staging - dropped, state + gradients - before)
+def _holdings(built: Built, fragments: Fragments, missing: Dropped | None = None) -> Holdings:
+    return Holdings(
+        fragments,
+        gradients=built.state.gradients(),
+        rebuilt=built.state.rebuilt(),
+        everything=built.state.tensors(),
+        missing=missing,
+    )
 
 
 class _Ready(NamedTuple):
-    """The target on this rank, ready to be filled: built now, or ``woken``."""
+    """The target on this rank, ready to be filled: built now, or ``woken``.
+
+    ``missing`` are its storages without memory yet; ``most_bytes`` is what building took for a
+    moment beside what it left.
+    """
 
     built: Built
     woken: bool
-    fragments: Fragments
-    gradients: Dropped
-    skeleton_bytes: int
+    holdings: Holdings
+    missing: Dropped
+    most_bytes: int
     iterators: Iterators | None = None
 
 
@@ -342,17 +372,22 @@ def _groups(job: Job) -> groups.Groups:
 
 
 def _built(job: Job, key: BuiltKey, made: groups.Groups) -> _Ready:
-    built = Built(key, made, skeleton.build(job), job.args)
+    unwritten = Unwritten()
+    built = Built(key, made, skeleton.build(job, unwritten), job.args)
+    with unwritten:
+        fragments = built.fragments()
+    missing = unwritten.take(built.written_later())
+    unwritten.allocate_rest()
+    built.note_as_built()
     become(job.config, built.skeleton.config)
-    skeleton_bytes = storage_bytes(built.state.tensors())
-    gradients = Dropped(built.state.gradients())
-    return _Ready(built, False, built.fragments(), gradients, skeleton_bytes)
+    holdings = _holdings(built, fragments, missing)
+    return _Ready(built, False, holdings, missing, unwritten.most_bytes)
 
 
 def _woken(job: Job, dormant: Built) -> _Ready:
     become(job.config, dormant.skeleton.config)
-    gradients = dormant.wake()
-    return _Ready(dormant, True, dormant.fragments(), gradients, 0)
+    missing = dormant.wake()
+    return _Ready(dormant, True, _holdings(dormant, dormant.fragments(), missing), missing, 0)
 
 
 def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -> list[Roster]:
@@ -362,11 +397,14 @@ def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -
 
 
 def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]:
-    """Both roster sets over one list of logical tensors."""
+    """Both roster sets over one list of logical tensors; all ranks see the same rosters.
+
+    Raises :class:`SwitchRefused` where two of them contradict each other.
+    """
     try:
         tensors = union_of_tensors([*old, *new])
     except ValueError as error:
-        raise TransitionError(str(error)) from error
+        raise SwitchRefused(str(error), "the job stays in its layout") from error
     return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
 
 
@@ -405,7 +443,7 @@ def _rosters(
     """Both roster sets, exchanged only where they are not those of a switch before; collective.
 
     All ranks know the same ones, since all have made the same switches. Raises
-    :class:`TransitionError` on all ranks alike.
+    :class:`SwitchRefused` on all ranks alike.
     """
     own = json.dumps([source.digest, target.digest]).encode()
     digests = [json.loads(row) for row in bridge.all_gather(own, timeout_s=timeout_s)]
@@ -421,39 +459,63 @@ def _rosters(
 
 
 class _Planned(NamedTuple):
-    """A plan, the roster sets and the topology it was made of, and this rank's part in memory."""
+    """A plan, what it was made of, and whether the old state is ``kept`` until all is done.
 
-    plan: Plan
+    ``bound`` is this rank's part in memory where all ranks know theirs from a switch before.
+    """
+
+    plan: StagedPlan
     rosters: tuple[RosterSet, RosterSet]
     topology: Topology
-    bound: BoundPlan
+    kept: KeepSource
+    bound: BoundPlan | None
 
 
 def _planned(
-    job: Job, source: Built, target: Built, bridge: Transport, options: SwitchOptions
+    job: Job,
+    source: Built,
+    target: Built,
+    old: Holdings,
+    new: Holdings,
+    free: Free,
+    bridge: Transport,
+    options: SwitchOptions,
 ) -> _Planned:
     """This rank's part of the plan that all agreed on, and what it was made of.
 
     Collective. Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan
     cannot be, :class:`TransitionError` where they made different plans.
     """
+    timeout_s = options.timeout_s
     # At least a byte: whoever wants little staging memory gets as many windows as there can be.
     room = max(1, options.plan.staging_bytes - bridge.held_bytes)
     plan_options = replace(options.plan, staging_bytes=room)
     assert job.topology is not None
     topology, hosts = job.topology
+    rosters = _rosters(job, source, target, bridge, timeout_s)
+    kept, stages = decide(
+        options.keep_source,
+        rosters,
+        old,
+        new,
+        free,
+        bridge,
+        staging_bytes=options.plan.staging_bytes,
+        timeout_s=timeout_s,
+    )
     problem = digest = ""
-    fragments, bound = (source.described, target.described), None
+    bound = None
     try:
         if options.topology is not None:
             topology = options.topology.over(topology, hosts)
-        rosters = _rosters(job, source, target, bridge, options.timeout_s)
-        plan = job.plans.plan(*rosters, topology, plan_options, rank=bridge.rank)
-        digest, bound = plan.digest, job.bound_plans.get(plan, *fragments)
+        plan = job.plans.staged(*rosters, stages, topology, plan_options, rank=bridge.rank)
+        digest = plan.digest
+        if stages.count == 1:
+            bound = job.bound_plans.get(plan.plans[0], old.fragments, new.fragments)
     except (ConfigError, TransitionError) as error:
         problem = str(error)
     own = json.dumps([problem, digest, bound is not None]).encode()
-    answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=options.timeout_s)]
+    answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=timeout_s)]
     for found, _, _ in answers:
         if found:
             raise SwitchRefused(found, f"the job stays in layout {job.layout}")
@@ -463,10 +525,8 @@ def _planned(
             f"ranks {odd} made another plan than rank 0; their rosters, options or package "
             "versions differ"
         )
-    if bound is None or not all(known for _, _, known in answers):
-        bound = bind_plan(plan, *fragments, bridge, timeout_s=options.timeout_s)
-        job.bound_plans.put(plan, *fragments, bound)
-    return _Planned(plan, rosters, topology, bound)
+    known = all(each for _, _, each in answers)
+    return _Planned(plan, rosters, topology, kept, bound if known else None)
 
 
 def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
@@ -474,23 +534,14 @@ def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
     return merge_steps(json.loads(row) for row in rows)
 
 
-def _verify(
-    plan: Plan,
-    rosters: tuple[RosterSet, RosterSet],
-    old: Fragments,
-    new: Fragments,
-    bridge: Transport,
-    timeout_s: float,
-) -> dict[str, str]:
-    check_received(plan, old, new, bridge, timeout_s=timeout_s)
-    before, old_sums = fingerprint(rosters[0], old, bridge, timeout_s=timeout_s)
-    after, new_sums = fingerprint(rosters[1], new, bridge, timeout_s=timeout_s)
+def _compared(rosters: RosterSet, old: tuple[str, Sums], new: tuple[str, Sums]) -> dict[str, str]:
+    (before, old_sums), (after, new_sums) = old, new
     if before != after:
         odd = np.unique(np.nonzero(old_sums != new_sums)[0])
         raise TransitionError(
             f"fingerprint of the whole state was {before} and is {after}, although every rank has "
             "its sources' bits: copies that should be equal differed before the switch, of "
-            f"{', '.join(plan.tensors[i].name for i in odd[:5])}; engine.check_replicas=true "
+            f"{', '.join(rosters.tensors[i].name for i in odd[:5])}; engine.check_replicas=true "
             "names the ranks and refuses such a switch"
         )
     return {"before": before, "after": after}
@@ -498,22 +549,25 @@ def _verify(
 
 def _fill_in(
     report: SwitchReport,
-    plan: Plan,
-    executed: ExecutionReport,
+    plan: StagedPlan,
+    move: Move,
+    peak: Peak,
     rebuilt: int,
     bridge: Transport,
     timeout_s: float,
 ) -> None:
     """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
     own: dict[str, Any] = {
-        "pack": executed.pack_s,
-        "wire": executed.wire_s,
-        "unpack": executed.unpack_s + executed.retain_s,
-        "sent": executed.sent_bytes,
+        "pack": sum(executed.pack_s for executed in move.reports),
+        "wire": sum(executed.wire_s for executed in move.reports),
+        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+        "sent": sum(executed.sent_bytes for executed in move.reports),
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,
         "peak": report.peak_extra_bytes,
-        "planned": report.planned_peak_extra_bytes,
+        "planned": peak.extra,
+        "bound": peak.ends_with + peak.staging,
+        "largest": peak.largest,
     }
     rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
     for name in ("pack", "wire", "unpack"):
@@ -528,6 +582,9 @@ def _fill_in(
     }
     report.peak_extra_bytes = max(row["peak"] for row in rows)
     report.planned_peak_extra_bytes = max(row["planned"] for row in rows)
+    report.bound_peak_extra_bytes = max(row["bound"] for row in rows) + max(
+        row["largest"] for row in rows
+    )
     report.ops = plan.num_operations
     report.rounds = plan.num_windows
     report.bytes_matrix = plan.bytes_matrix.tolist()

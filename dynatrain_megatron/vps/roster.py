@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dynatrain_megatron.vps.boxes import IntArray, ranges, volumes
+from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, volumes
 from dynatrain_megatron.vps.region import Region
 from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
 
@@ -49,6 +49,10 @@ class Roster:
             tuple(int(x) for x in self.start[slot, :ndim]),
             tuple(int(x) for x in self.stop[slot, :ndim]),
         )
+
+    def part(self, slots: IntArray) -> Roster:
+        """The fragments in these slots alone, in that order; over the same logical tensors."""
+        return Roster(self.tensors, self.tensor[slots], self.start[slots], self.stop[slots])
 
     @property
     def nbytes(self) -> int:
@@ -267,6 +271,28 @@ class RosterSet:
         kind_of_process = np.empty_like(self.kind_of_rank)
         kind_of_process[order] = self.kind_of_rank
         return RosterSet(self.tensors, kind_of_process, self.rows)
+
+    def part(self, chosen: BoolArray, tensors: IntArray) -> RosterSet:
+        """The fragments in the ``chosen`` rows alone; slots count anew, in the same order.
+
+        ``tensors`` numbers, ascending, the logical tensors that the part is over, which must be
+        those of the chosen rows or more.
+        """
+        rows = self.rows
+        before = np.cumsum(chosen) - chosen  # chosen rows of all kinds before each
+        first = np.append(before, chosen.sum())[self.rows_of_kind[:-1]]
+        kind = rows.kind[chosen]
+        return RosterSet(
+            tuple(self.tensors[number] for number in tensors.tolist()),
+            self.kind_of_rank,
+            Rows(
+                kind,
+                before[chosen] - first[kind],
+                np.searchsorted(tensors, rows.tensor[chosen]),
+                rows.start[chosen],
+                rows.stop[chosen],
+            ),
+        )
 
     def digest(self) -> str:
         """Hex digest of everything in it, equal where equal; worked out once."""

@@ -28,12 +28,13 @@ from dynatrain_megatron.layout import LAYOUT_KEYS
 KEYS = (
     "source", "target", "switch_at", "schedule", "run_dir", "platform", "topology", "on_refusal",
     "engine.schedule", "engine.transport", "engine.placement", "engine.staging_mib",
-    "engine.window_ops", "engine.promote", "engine.verify", "engine.check_replicas",
-    "engine.timeout_s", "elastic.cache_worlds", "record_steps", "save_after_switch",
+    "engine.window_ops", "engine.promote", "engine.verify", "engine.keep_source",
+    "engine.check_replicas", "engine.timeout_s", "elastic.cache_worlds", "record_steps",
+    "save_after_switch",
 )  # fmt: skip
 GROUP = (
     "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, promote: …, "
-    "verify: …, check_replicas: …, timeout_s: …}"
+    "verify: …, keep_source: …, check_replicas: …, timeout_s: …}"
 )
 
 

@@ -114,8 +114,8 @@ def run_tour(
     *,
     first: int = 2,
     least: int = 20,
-    inside: Callable[[], None] | None = None,
     overrides: Sequence[str] = (),
+    inside: Callable[[], None] | None = None,
 ) -> list[tuple[str, str]]:
     """Train along a tour of layouts, every switch checked; what must hold of each is asserted.
 

@@ -212,13 +212,14 @@ def test_a_cached_plan_is_the_same_object_and_nothing_else_is() -> None:
 
 
 def test_a_key_is_all_that_shapes_a_plan() -> None:
-    key = PlanKey("a", "b", Topology((0, 1)), PlanOptions(), 0)
+    key = PlanKey("a", "b", Topology((0, 1)), PlanOptions(), 0, "c")
     changes = {
         "source": "c",
         "target": "c",
         "topology": Topology((0, 1), 1),
         "options": PlanOptions(window_ops=1),
         "rank": None,
+        "stages": "d",
     }
     assert set(changes) == {field.name for field in dataclasses.fields(PlanKey)}
     for name, value in changes.items():
