@@ -4,9 +4,10 @@
     python benchmarks/ablation.py --quick     # 10M, under two minutes
 
 Every row of :data:`ROWS` is a way to make a switch. In each round all rows take their turn there
-and back twice, of which the second counts, so that what else the machine does meets all alike. A row is compared with the
-row that it differs from in one thing. Transitions are :data:`CASES`; rows that only matter where
-several ranks hold the same are measured on a job whose optimizer is not distributed.
+and back twice, of which the second counts, so that what else the machine does meets all alike. A
+row is compared with the row that it differs from in one thing. Transitions are :data:`CASES`; rows
+that only matter where several ranks hold the same are measured on a job whose optimizer is not
+distributed.
 
 To add a part: a line in :data:`ROWS`. Writes ``ablation.json``, ``.md`` and ``.png``.
 """

@@ -118,18 +118,20 @@ def _transfer(flows: Flows, topology: Topology) -> _Transfer:
     nbytes = moved.numel * flows.element_bytes[moved.flow]
     node, speeds = np.array(topology.node, dtype=np.int64), topology.speeds
     far = node[moved.src] != node[moved.dst]
-    wire = nbytes / (np.where(far, speeds.far_gb_s, speeds.near_gb_s) * 1e9)
+    # Whole nanoseconds, so that their order does not matter and every rank finds the same.
+    wire = np.rint(nbytes / np.where(far, speeds.far_gb_s, speeds.near_gb_s)).astype(np.int64)
     link = run_starts(moved.src, moved.dst)  # one operation for each; shares are in this order
     operations = np.bincount(np.concatenate((moved.src[link], moved.dst[link])), None, len(node))
-    seconds = [0.0]
+    least = [0]
     for end in (moved.src, moved.dst):
-        busy = np.bincount(end, wire, len(node)) + operations * speeds.operation_s
-        seconds.append(float(busy.max(initial=0)))
+        busy = operations * round(speeds.operation_s * 1e9)
+        np.add.at(busy, end, wire)
+        least.append(int(busy.max(initial=0)))
         if topology.node_width is not None:
-            through = np.bincount(node[end[far]], nbytes[far])
-            width = topology.node_width * speeds.far_gb_s * 1e9
-            seconds.append(float(through.max(initial=0)) / width)
-    return _Transfer(int(nbytes.sum()), max(seconds))
+            through = np.zeros(int(node.max()) + 1, dtype=np.int64)
+            np.add.at(through, node[end[far]], wire[far])
+            least.append(int(through.max(initial=0)) // topology.node_width)
+    return _Transfer(int(nbytes.sum()), max(least) / 1e9)
 
 
 # ---------------------------------------------------------------------- nodes
