@@ -28,8 +28,8 @@ def one_rank_cannot_build() -> None:
 
     real = skeleton.build
 
-    def build(job: Any) -> Any:
-        made = real(job)
+    def build(job: Any, unwritten: Any) -> Any:
+        made = real(job, unwritten)
         if job.args.rank == job.args.world_size - 1:
             raise RuntimeError("this rank has no room")
         return made
