@@ -26,7 +26,7 @@ from typing import Any
 
 ENTRY = "dynatrain_megatron.plugin.pretrain_gpt"
 ROOT = Path(__file__).parents[1]
-DATA = ("pack", "wire", "unpack", "rebuild", "commit")
+DATA = ("memory", "pack", "wire", "unpack", "rebuild", "commit")
 
 Row = dict[str, float]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PHASES = ("prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack", "rebuild")
-PHASES = (*PHASES, "verify", "commit", "other")
+PHASES = ("prepare", "quiesce", "groups", "build", "plan", "memory", "pack", "wire", "unpack")
+PHASES = (*PHASES, "rebuild", "verify", "commit", "other")
 
 
 def line_of(result: dict[str, Any]) -> str:

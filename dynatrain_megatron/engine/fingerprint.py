@@ -25,6 +25,7 @@ from dynatrain_megatron.engine.transport import Transport
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Side, unique_cover
+from dynatrain_megatron.vps.boxes import BoolArray
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
@@ -54,15 +55,21 @@ def hash_pieces(tensors: Sequence[LogicalTensor], pieces: Iterable[Piece]) -> Su
     return sums
 
 
-def fingerprint(
-    rosters: RosterSet, fragments: Fragments, transport: Transport, *, timeout_s: float
-) -> tuple[str, Sums]:
-    """The fingerprint of a layout's whole state, each element counted once; collective.
+def own_sums(
+    rosters: RosterSet,
+    fragments: Fragments,
+    rank: int,
+    *,
+    chosen: BoolArray | None = None,
+) -> Sums:
+    """What ``rank`` adds to the sums of a layout's whole state, each element counted once; local.
 
-    Returns 16 hex digits over everything, and the sums by logical tensor and state.
+    With ``chosen`` [tensors] only of those logical tensors; the rest is zero.
     """
-    cover = unique_cover(rosters, transport.rank)
-    own = hash_pieces(
+    cover = unique_cover(rosters, rank)
+    if chosen is not None:
+        cover = cover.take(chosen[cover.tensor])
+    return hash_pieces(
         rosters.tensors,
         (
             Piece(
@@ -73,13 +80,36 @@ def fingerprint(
             for i in range(len(cover))
         ),
     )
+
+
+def fingerprint_of(own: Sums, transport: Transport, *, timeout_s: float) -> tuple[str, Sums]:
+    """The fingerprint of the whole state of which every rank has its ``own`` sums; collective.
+
+    Returns 16 hex digits over everything, and the sums by logical tensor and state.
+    """
     total = _add_up(transport.all_gather(own.tobytes(), timeout_s=timeout_s), own.shape)
     return hashlib.sha256(total.astype("<u8").tobytes()).hexdigest()[:16], total
 
 
+def fingerprint(
+    rosters: RosterSet, fragments: Fragments, transport: Transport, *, timeout_s: float
+) -> tuple[str, Sums]:
+    """As :func:`fingerprint_of`, of the state as it lies in ``fragments``; collective."""
+    own = own_sums(rosters, fragments, transport.rank)
+    return fingerprint_of(own, transport, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Sums of all that this rank ``gave`` and of all that it ``got``, by tensor and state."""
+
+    gave: Sums
+    got: Sums
+
+
 def check_received(
     plan: Plan, source: Fragments, target: Fragments, transport: Transport, *, timeout_s: float
-) -> None:
+) -> Checked:
     """Every rank's target fragments hold the bits their sources hold; collective.
 
     Each rank hashes, for each receiver, the regions it gave to it; each receiver compares the sum
@@ -119,6 +149,7 @@ def check_received(
             "state after the transfer differs from its source: "
             + "; ".join(f"rank {r}: {', '.join(names[:5])}" for r, names in named.items())
         )
+    return Checked(given.sum(axis=0, dtype=np.uint64), got)
 
 
 def _num_states(tensors: Sequence[LogicalTensor]) -> int:

@@ -11,6 +11,7 @@ from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner.cells import disjoint_cells
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.vps.boxes import (
+    BoolArray,
     IntArray,
     flat_ends,
     measures,
@@ -159,6 +160,16 @@ def check_nothing_lost(source: RosterSet, target: RosterSet) -> None:
                 for i in odd[:5]
             )
         )
+
+
+def held_once(rosters: RosterSet) -> BoolArray:
+    """Of which logical tensors no rank holds an element that another one holds too, [tensors]."""
+    rows = rosters.rows
+    held = np.zeros(len(rosters.tensors), dtype=np.int64)
+    ranks = np.bincount(rosters.kind_of_rank, minlength=rosters.num_kinds)
+    np.add.at(held, rows.tensor, volumes(rows.start, rows.stop) * ranks[rows.kind])
+    once: BoolArray = held == _elements(rosters)
+    return once
 
 
 def _elements(rosters: RosterSet) -> IntArray:

@@ -23,7 +23,7 @@ from dynatrain_megatron.engine import (
     bind_plan,
     execute,
 )
-from dynatrain_megatron.engine.fingerprint import check_received
+from dynatrain_megatron.engine.fingerprint import Checked, Sums, check_received
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped, Ledger, free
 from dynatrain_megatron.planner.plan import Plan
@@ -61,6 +61,7 @@ class Move:
     bound: BoundPlan | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reports: list[ExecutionReport] = field(default_factory=list)
+    checked: list[tuple[Plan, Checked]] = field(default_factory=list)
 
     def planned(self, rosters: tuple[RosterSet, RosterSet], rank: int, held_bytes: int = 0) -> Peak:
         """The memory that the switch takes on a rank whose transport holds ``held_bytes``."""
@@ -96,6 +97,17 @@ class Move:
                 with self._timed("memory"):
                     self._free(last == number, first=not number)
 
+    def sums(self, like: Sums, rosters: RosterSet) -> tuple[Sums, Sums]:
+        """Of all that this rank gave and of all that it got, in all stages, shaped as ``like``."""
+        place = {tensor.name: i for i, tensor in enumerate(rosters.tensors)}
+        gave, got = np.zeros_like(like), np.zeros_like(like)
+        for plan, found in self.checked:
+            rows = [place[tensor.name] for tensor in plan.tensors]
+            columns = found.gave.shape[1]
+            gave[rows, :columns] += found.gave
+            got[rows, :columns] += found.got
+        return gave, got
+
     def rebuild_begins(self) -> None:
         """Allocate the parameters that are made from what has been moved."""
         for storage in self.new.rebuilt:
@@ -123,7 +135,8 @@ class Move:
         self.ledger.mark(report.peak_staging_bytes)
         with self._timed("verify"):
             if verify:  # which ends with all ranks knowing that all are content
-                check_received(plan, given, got, transport, timeout_s=timeout_s)
+                found = check_received(plan, given, got, transport, timeout_s=timeout_s)
+                self.checked.append((plan, found))
             elif self.frees.wanted:
                 if transport.device.type != "cpu":  # what was read may have been only queued
                     current_platform().synchronize()

@@ -42,7 +42,7 @@ from dynatrain_megatron.adapters.skeleton import become
 from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
 from dynatrain_megatron.config import EngineTransport, KeepSource
 from dynatrain_megatron.engine import BoundPlan, Fragments, Transport, connect
-from dynatrain_megatron.engine.fingerprint import Sums, fingerprint
+from dynatrain_megatron.engine.fingerprint import Sums, fingerprint_of, own_sums
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped, Ledger, storage_sizes
 from dynatrain_megatron.engine.replicas import check_replicas
@@ -56,6 +56,7 @@ from dynatrain_megatron.errors import (
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, place
+from dynatrain_megatron.planner.checks import held_once
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak
 from dynatrain_megatron.platform import current as current_platform
@@ -188,8 +189,9 @@ def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> S
         move = Move(plan, old, new, ready.missing, ledger, frees, give_back, planned.bound)
         peak = move.planned(rosters, rank, bridge.held_bytes)
         if options.verify:
-            with phase("verify", "fingerprint of the old state taken"):
-                before = fingerprint(rosters[0], old.fragments, bridge, timeout_s=options.timeout_s)
+            with phase("verify", "old state hashed where ranks hold the same"):
+                shared = ~(held_once(rosters[0]) & held_once(rosters[1]))
+                before = own_sums(rosters[0], old.fragments, bridge.rank, chosen=shared)
         move.run(rosters, bridge, verify=options.verify, timeout_s=options.timeout_s)
         for name, seconds in move.seconds.items():
             report.seconds[name] = report.seconds.get(name, 0.0) + seconds
@@ -201,8 +203,15 @@ def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> S
             rebuilt = new_state.rebuild_params()
         if options.verify:
             with phase("verify", "fingerprints compared"):
-                after = fingerprint(rosters[1], new.fragments, bridge, timeout_s=options.timeout_s)
-                report.fingerprint = _compared(rosters[0], before, after)
+                after = own_sums(rosters[1], new.fragments, bridge.rank, chosen=shared)
+                # The rest moved once from the only holder to the only holder: known by now.
+                gave, got = move.sums(before, rosters[0])
+                before[~shared], after[~shared] = gave[~shared], got[~shared]
+                report.fingerprint = _compared(
+                    rosters[0],
+                    fingerprint_of(before, bridge, timeout_s=options.timeout_s),
+                    fingerprint_of(after, bridge, timeout_s=options.timeout_s),
+                )
     with phase("commit", "old memory released"):
         assert ready.iterators is not None
         destroyed = hand_over(job, ready.built, ready.iterators, baseline, sizes)

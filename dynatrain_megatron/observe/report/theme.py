@@ -61,6 +61,7 @@ PHASES: dict[str, str] = {
     "groups": "#3c8dc5",
     "build": "#62b8e6",
     "plan": "#a3d6ef",
+    "memory": "#cdd9ee",
     # Moving bytes: oranges.
     "pack": "#f0b347",
     "wire": "#de6f2c",
