@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
+from dynatrain_megatron.engine.memory import release
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.vps.region import Region, flat_range_regions
 from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
@@ -238,11 +239,13 @@ class HostState:
                     yield param.detach()
 
     def clear_gradients(self) -> None:
-        """Let the optimizer forget the gradients of its last step."""
+        """Free the gradients of the optimizer's last step, and let it forget them."""
         for opt in self.inner_optimizers():
             for group in opt.optimizer.param_groups:
                 for param in group["params"]:
-                    if _grad(param) is not None:
+                    grad = _grad(param)
+                    if grad is not None:
+                        release([grad])
                         param.grad = None
 
     def gradients(self) -> Iterator[torch.Tensor]:
