@@ -9,7 +9,7 @@ Two windows of a pass are under way at a time.
     window 2                                     pack  |--- on the wire ---|  unpack
 
 State that lies so that the transport can carry it is neither packed nor unpacked; see
-:mod:`.parcels`.
+:mod:`.parcels`. What waits for what on a GPU is in :mod:`.streams`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
+from dynatrain_megatron.engine.streams import Copies, Streams, streams_for
 from dynatrain_megatron.engine.transport import Message, Transfer, Transport
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes, Side
@@ -35,8 +36,10 @@ class ExecutionReport:
     """What one rank did; bytes are those really handed to or taken from the transport.
 
     ``wire_s`` is the time this rank spent in the transport, ``retain_s`` that for copying what it
-    keeps. ``num_operations`` counts sends and receives. ``peak_staging_bytes`` has what the
-    transport holds in it.
+    keeps. On a GPU the time that copies take there is counted beside the host's, so that all of
+    them together may be longer than the execution. ``num_operations`` counts sends and receives.
+    ``peak_staging_bytes`` has what the transport holds in it; ``pinned_bytes`` is host memory
+    beside it, for state that the transport does not reach, and not more than is planned either.
     """
 
     pack_s: float
@@ -47,6 +50,7 @@ class ExecutionReport:
     received_bytes: int
     num_operations: int
     peak_staging_bytes: int
+    pinned_bytes: int
 
 
 class _Clock:
@@ -61,6 +65,12 @@ class _Clock:
         self.seconds[name] += now - self._since
         self._since = now
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add what others measured, in place of the time since the last lap."""
+        for name, more in seconds.items():
+            self.seconds[name] += more
+        self._since = time.perf_counter()
+
 
 @dataclass(frozen=True, slots=True)
 class BoundPlan:
@@ -71,7 +81,7 @@ class BoundPlan:
     """
 
     parcels: tuple[list[Parcel], ...]
-    kept: tuple[_Copies, ...]
+    kept: tuple[Copies, ...]
 
 
 def bind_plan(
@@ -82,7 +92,7 @@ def bind_plan(
     for each in plan.passes:
         given = source if each.takes_from is Side.SOURCE else target
         parcels.append(make_parcels(each.schedule, given, target, transport, timeout_s=timeout_s))
-        kept.append(_retained(each.schedule.retained, transport.rank, given, target))
+        kept.append(_retained(each.schedule.retained, given, target, transport))
     return BoundPlan(tuple(parcels), tuple(kept))
 
 
@@ -101,33 +111,37 @@ def execute(
     every rank or on none. Raises :class:`TransitionError` where a transfer fails; the target is
     then undefined and the source intact.
     """
-    run = _Run(transport, _Staging(plan, transport), timeout_s)
-    if bound is None:
-        bound = bind_plan(plan, source, target, transport, timeout_s=timeout_s)
-    for parcels, kept in zip(bound.parcels, bound.kept, strict=True):
-        run.carry_out(parcels, kept)
+    with streams_for(transport.device, timeout_s) as streams:
+        run = _Run(transport, streams, _Staging(plan, transport), timeout_s)
+        if bound is None:
+            bound = bind_plan(plan, source, target, transport, timeout_s=timeout_s)
+        for parcels, kept in zip(bound.parcels, bound.kept, strict=True):
+            run.carry_out(parcels, kept)
     return run.report()
 
 
 class _Run:
     """One rank's execution of a plan, pass by pass."""
 
-    def __init__(self, transport: Transport, staging: _Staging, timeout_s: float) -> None:
+    def __init__(
+        self, transport: Transport, streams: Streams, staging: _Staging, timeout_s: float
+    ) -> None:
         self._transport = transport
+        self._streams = streams
         self._staging = staging
         self._timeout_s = timeout_s
         self._clock = _Clock()
         self._sent = self._received = self._num_operations = 0
         self._under_way: deque[tuple[_Window, Transfer]] = deque()
 
-    def carry_out(self, parcels: Sequence[Parcel], kept: _Copies) -> None:
-        """All windows of a pass; when this returns, what they bring is in its place."""
+    def carry_out(self, parcels: Sequence[Parcel], kept: Copies) -> None:
+        """All windows of a pass; when this returns, all is in its place and no source in use."""
         transport, clock = self._transport, self._clock
         self._staging.clear()
         windows = by_window(parcels)
         for number, together in enumerate(windows):
-            window = _prepare(together, self._staging)
-            window.pack.run()
+            window = _prepare(together, self._staging, transport)
+            self._streams.pack(window.pack, is_staged=window.is_staged)
             clock.lap("pack")
             self._under_way.append((window, transport.start(window.sends, window.receives)))
             clock.lap("wire")
@@ -139,6 +153,7 @@ class _Run:
             self._finish_first()
         else:
             self._keep(kept)
+        clock.add(self._streams.finish())
         self._sent += sum(parcel.nbytes for parcel in parcels if parcel.sending)
         self._received += sum(parcel.nbytes for parcel in parcels if not parcel.sending)
         self._num_operations += len(parcels)
@@ -155,32 +170,41 @@ class _Run:
             self._received,
             self._num_operations,
             self._staging.allocated_bytes + self._transport.held_bytes,
+            self._staging.pinned_bytes,
         )
 
     def _finish_first(self) -> None:
         window, transfer = self._under_way.popleft()
         transfer.wait(timeout_s=self._timeout_s)
         self._clock.lap("wire")
-        window.unpack.run()
+        self._streams.unpack(window.unpack)
         self._clock.lap("unpack")
 
-    def _keep(self, kept: _Copies) -> None:
-        kept.run()
+    def _keep(self, kept: Copies) -> None:
+        self._streams.keep(kept)
         self._clock.lap("retain")
 
 
 class _Buffer:
-    """Staging memory, allocated when it is first used and handed out from its begin."""
+    """Staging memory, allocated when it is first used and handed out from its begin.
+
+    So is pinned memory of the same size, for state that the transport does not reach.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._nbytes = nbytes
         self._device = device
         self._memory: torch.Tensor | None = None
+        self._pinned: torch.Tensor | None = None
         self._used = 0
 
     @property
     def allocated_bytes(self) -> int:
         return 0 if self._memory is None else self._nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0 if self._pinned is None else self._nbytes
 
     def take(self, nbytes: int, alignment: int) -> torch.Tensor:
         if self._memory is None:
@@ -188,6 +212,15 @@ class _Buffer:
         start = -(-self._used // alignment) * alignment
         self._used = start + nbytes
         return self._memory[start : self._used]
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory for the ``nbytes`` taken last."""
+        if self._pinned is None:
+            pin = self._device.type == "cuda"
+            self._pinned = torch.empty(
+                self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin
+            )
+        return self._pinned[self._used - nbytes : self._used]
 
     def clear(self) -> None:
         self._used = 0
@@ -209,6 +242,10 @@ class _Staging:
     def allocated_bytes(self) -> int:
         return sum(buffer.allocated_bytes for buffer in self._buffers)
 
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(buffer.pinned_bytes for buffer in self._buffers)
+
     def clear(self) -> None:
         """Nothing is under way: every buffer is free as a whole."""
         for buffer in self._buffers:
@@ -223,42 +260,47 @@ class _Staging:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copies:
-    """Pairs of tensors of the same shape and dtype, the second to be copied to the first."""
-
-    to: list[torch.Tensor] = field(default_factory=list)
-    of: list[torch.Tensor] = field(default_factory=list)
-
-    def run(self) -> None:
-        if self.to:
-            torch._foreach_copy_(self.to, self.of)
-
-
-@dataclass(frozen=True, slots=True)
 class _Window:
     """What one rank does in one window, every view of it made."""
 
     sends: list[Message]
     receives: list[Message]
-    pack: _Copies
-    unpack: _Copies
-    buffer: _Buffer | None
+    pack: Copies
+    unpack: Copies
+    is_staged: bool
 
 
-def _prepare(parcels: Sequence[Parcel], staging: _Staging) -> _Window:
-    needs_memory = any(parcel.is_staged for parcel in parcels)
-    window = _Window([], [], _Copies(), _Copies(), staging.borrow() if needs_memory else None)
+def _prepare(parcels: Sequence[Parcel], staging: _Staging, transport: Transport) -> _Window:
+    is_staged = any(parcel.is_staged for parcel in parcels)
+    buffer = staging.borrow() if is_staged else None
+    window = _Window([], [], Copies(), Copies(), is_staged)
     for parcel in parcels:
         carried = parcel.views[0]
         if parcel.is_staged:
-            assert window.buffer is not None
-            carried = window.buffer.take(parcel.nbytes, carried.element_size())
-            room = _divide(carried, parcel.views)
-            copies = window.pack if parcel.sending else window.unpack
-            copies.to.extend(room if parcel.sending else parcel.views)
-            copies.of.extend(parcel.views if parcel.sending else room)
+            assert buffer is not None
+            carried = _stage(parcel, buffer, window, transport)
         (window.sends if parcel.sending else window.receives).append((parcel.peer, carried))
     return window
+
+
+def _stage(parcel: Parcel, buffer: _Buffer, window: _Window, transport: Transport) -> torch.Tensor:
+    """The staging memory of a parcel, the copies to or from it added to the window's."""
+    views, sending = parcel.views, parcel.sending
+    memory = buffer.take(parcel.nbytes, views[0].element_size())
+    room = _divide(memory, views)
+    copies = window.pack if sending else window.unpack
+    if parcel.is_near:
+        copies.near.join(views, room, packing=sending)
+        return memory
+    for view, pinned, place in zip(
+        views, _divide(buffer.pinned(parcel.nbytes), views), room, strict=True
+    ):
+        if transport.reaches(view):
+            copies.near.join([view], [place], packing=sending)
+        else:
+            copies.host.join([view], [pinned], packing=sending)
+            copies.bus.join([pinned], [place], packing=sending)
+    return memory
 
 
 def _divide(memory: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -267,11 +309,16 @@ def _divide(memory: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tenso
     return [part.view(view.dtype).view(view.shape) for part, view in zip(parts, views, strict=True)]
 
 
-def _retained(retained: Routes, rank: int, source: Fragments, target: Fragments) -> _Copies:
+def _retained(
+    retained: Routes, source: Fragments, target: Fragments, transport: Transport
+) -> Copies:
     """What this rank keeps, from its old fragments to its new ones."""
-    copies = _Copies()
-    for i in np.nonzero(retained.dst == rank)[0]:
+    copies = Copies()
+    for i in np.nonzero(retained.dst == transport.rank)[0]:
         region = retained.start[i], retained.stop[i]
-        copies.to.extend(target.piece(int(retained.dst_slot[i]), *region))
-        copies.of.extend(source.piece(int(retained.src_slot[i]), *region))
+        to = target.piece(int(retained.dst_slot[i]), *region)
+        of = source.piece(int(retained.src_slot[i]), *region)
+        for pair in zip(to, of, strict=True):
+            near = all(transport.reaches(view) for view in pair)
+            (copies.near if near else copies.host).append(*pair)
     return copies

@@ -27,11 +27,15 @@ from dynatrain_megatron.planner.schedule import Schedule, staged
 
 @dataclass(slots=True)
 class Parcel:
-    """Views of the state that travel as one message; through staging memory if ``is_staged``."""
+    """Views of the state that travel as one message; through staging memory if ``is_staged``.
+
+    ``is_near``: all of them lie in memory that the transport reaches.
+    """
 
     peer: int
     sending: bool
     views: list[torch.Tensor]
+    is_near: bool
     is_staged: bool
     is_read: bool
     window: int
@@ -62,17 +66,20 @@ def make_parcels(
             peer = int((schedule.dst if sending else schedule.src)[m])
             terms = transport.terms(peer, sending=sending)
             views = _views(schedule, m, source if sending else target, sending=sending)
-            parcels += (
-                Parcel(
-                    peer,
-                    sending,
-                    together,
-                    is_staged=len(together) > 1 or not terms.fit(together[0]),
-                    is_read=terms.is_read,
-                    window=int(schedule.window[m]),
+            for together in _cut(views, terms):
+                is_near = all(transport.reaches(view) for view in together)
+                in_place = is_near and len(together) == 1 and terms.fit(together[0])
+                parcels.append(
+                    Parcel(
+                        peer,
+                        sending,
+                        together,
+                        is_near,
+                        is_staged=not in_place,
+                        is_read=terms.is_read,
+                        window=int(schedule.window[m]),
+                    )
                 )
-                for together in _cut(views, terms)
-            )
     # Of a pass with a single window everything fits at once.
     _choose_windows(parcels, schedule.staging_bytes(rank) if len(windows) > 1 else math.inf)
     _tell_windows(parcels, transport, timeout_s)

@@ -54,6 +54,8 @@ class Transfer(ABC):
     def wait(self, *, timeout_s: float) -> None:
         """Return when sent tensors may be written and received ones read.
 
+        On a GPU it is the current stream that may, if not the host.
+
         Raises :class:`TransitionError` where a peer fails or ``timeout_s`` passes.
         """
 
@@ -74,13 +76,18 @@ class Transport(ABC):
     def terms(self, peer: int, *, sending: bool) -> Terms:
         """What is asked of messages to ``peer``, or of those from it."""
 
+    def reaches(self, view: torch.Tensor) -> bool:
+        """Whether ``view`` is in the memory that message tensors must lie in."""
+        return view.device.type == self.device.type
+
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
         """Put all these messages on their way; called by each rank that has any.
 
         Messages between two ranks match in the order given, over all calls, and have the same
         number of bytes at both ends; shapes and dtypes may differ. Transfers are waited for in the
-        order they were started in. Tensors must fit the :meth:`terms`. Raises
+        order they were started in. Tensors must fit the :meth:`terms`; on a GPU they are ready when
+        all that is on the current stream is done. Raises
         :class:`TransitionError` where a peer has failed already.
         """
 

@@ -29,7 +29,6 @@ from dynatrain_megatron.engine.memory import Dropped, Ledger, free
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak, planned_peak
-from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.vps.boxes import BoolArray, IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 
@@ -138,8 +137,6 @@ class Move:
                 found = check_received(plan, given, got, transport, timeout_s=timeout_s)
                 self.checked.append((plan, found))
             elif self.frees.wanted:
-                if transport.device.type != "cpu":  # what was read may have been only queued
-                    current_platform().synchronize()
                 transport.all_gather(b"", timeout_s=timeout_s)
 
     @contextlib.contextmanager
