@@ -142,7 +142,6 @@ class CudaStreams(Streams):
             self._lifted = self._current.record_event()
 
     def unpack(self, copies: Copies) -> None:
-        # Even for nothing: what uses the window's memory next waits for this stream alone.
         self._unpacking.wait_stream(self._current)
         with cuda.stream(self._unpacking):
             copies.bus.run(non_blocking=True)
