@@ -73,7 +73,7 @@ class Copies:
 class Streams:
     """Runs the copies of one execution, in host memory; called by one thread.
 
-    As a context it ends with nothing under way, whatever happens inside.
+    Left as a context it has nothing under way that writes to memory which others may get.
     """
 
     def __enter__(self) -> Self:
@@ -123,8 +123,8 @@ class CudaStreams(Streams):
         self._laps: list[tuple[str, cuda.Event, cuda.Event]] = []
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # Their memory may be given to others now. Of the current stream it is given in order, and
-        # a transfer that has failed may be what that stream waits for.
+        # What they write to may be freed now. The current stream gets memory in its own order, and
+        # may wait for a transfer that has failed.
         if kind is not None:
             self._wait_for(self._unpacking.record_event(), self._keeping.record_event())
 

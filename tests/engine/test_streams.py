@@ -99,6 +99,10 @@ class QueuedCuda(threading.local):
     Event = QueuedEvent
 
     def __init__(self, eager: Sequence[bool] = (False,) * 4) -> None:
+        self.restart(eager)
+
+    def restart(self, eager: Sequence[bool]) -> None:
+        """Nothing is queued: the thread may have been another rank's before."""
         self.wire, *self._spare = map(QueuedStream, eager)
         self.made = [self._spare.pop(0)]
         self.inside: list[QueuedStream] = []
@@ -172,11 +176,12 @@ def run_queued(case: Case, staging: int, eager: Sequence[bool], window_ops: int 
     source = [bind(roster, filled=False) for roster in case.before]
     values = [bind(roster, filled=True) for roster in case.before]
     target = [bind(roster, filled=False) for roster in case.after]
-    cuda = QueuedCuda(eager)
+    cuda = QueuedCuda()
 
     def body(ends: Transport) -> Ran:
         assert isinstance(ends, LocalTransport)
         rank = ends.rank
+        cuda.restart(eager)
         transport = Queued(ends, cuda)
         bound = bind_plan(plan, source[rank], target[rank], transport, timeout_s=3)
         for to, of in zip(source[rank].views, values[rank].views, strict=True):
