@@ -126,7 +126,7 @@ class CudaStreams(Streams):
         # What they write to may be freed now. The current stream gets memory in its own order, and
         # may wait for a transfer that has failed.
         if kind is not None:
-            self._wait_for(self._unpacking.record_event(), self._keeping.record_event())
+            self._wait_for_own_streams()
 
     def pack(self, copies: Copies, *, is_staged: bool) -> None:
         if copies.host.to:
@@ -142,6 +142,7 @@ class CudaStreams(Streams):
             self._lifted = self._current.record_event()
 
     def unpack(self, copies: Copies) -> None:
+        # Also where nothing is to be unpacked: what waits for this stream waits for transfers too.
         self._unpacking.wait_stream(self._current)
         with cuda.stream(self._unpacking):
             copies.bus.run(non_blocking=True)
@@ -159,8 +160,7 @@ class CudaStreams(Streams):
         copies.host.run()
 
     def finish(self) -> Mapping[str, float]:
-        streams = (self._current, self._unpacking, self._keeping)
-        self._wait_for(*(stream.record_event() for stream in streams))
+        self._wait_for_own_streams()
         seconds: dict[str, float] = defaultdict(float)
         for name, begin, end in self._laps:
             seconds[name] += begin.elapsed_time(end) / 1e3
@@ -176,6 +176,9 @@ class CudaStreams(Streams):
             yield
             end.record(stream)
         self._laps.append((name, begin, end))
+
+    def _wait_for_own_streams(self) -> None:
+        self._wait_for(self._unpacking.record_event(), self._keeping.record_event())
 
     def _wait_for(self, *events: cuda.Event) -> None:
         """Let the host wait."""
