@@ -82,7 +82,10 @@ class Plan:
 
     @property
     def bytes_matrix(self) -> IntArray:
-        """Bytes from rank (row) to rank (column), [num_ranks, num_ranks]; diagonal: retained."""
+        """Bytes from rank (row) to rank (column), [num_ranks, num_ranks]; diagonal: retained.
+
+        For small worlds: at 4,096 ranks these are 16 million numbers.
+        """
         matrix = np.diag(self.retained)
         for each in self.passes:
             matrix[each.links.src, each.links.dst] += each.links.nbytes
