@@ -26,6 +26,7 @@ them, and so they complete. A rank without messages in a window has nothing to w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -152,6 +153,21 @@ class Schedule:
         if not len(own):
             return []
         return np.split(own, np.nonzero(np.diff(self.window[own]))[0] + 1)
+
+    def pairs_of(self, rank: int) -> list[list[IntArray]]:
+        """Positions in ``pieces`` of all that ``rank`` sends to, or gets from, another rank.
+
+        One array for each other rank and direction, in the window of its first message, and like
+        the messages in order in each.
+        """
+        messages: dict[tuple[int, int], list[int]] = {}
+        for m in itertools.chain.from_iterable(window.tolist() for window in self.windows_of(rank)):
+            messages.setdefault((int(self.src[m]), int(self.dst[m])), []).append(m)
+        windows: dict[int, list[IntArray]] = {}
+        for own in messages.values():
+            pieces = np.concatenate([np.array(self.pieces_of(m), dtype=np.int64) for m in own])
+            windows.setdefault(int(self.window[own[0]]), []).append(pieces)
+        return list(windows.values())
 
     def staging_bytes(self, rank: int) -> int:
         """Staging memory of one window of ``rank``: the most that any of them can need."""
