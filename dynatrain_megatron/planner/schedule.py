@@ -16,8 +16,8 @@ Why no schedule can deadlock (docs/schedules.md says it with a picture):
    of it, and waits for nothing but messages of lower windows before it posts the next, whatever
    else it does in between (staging memory, memory stages);
 3. messages from one rank to another are posted in the same order at both ends;
-4. the transport can carry all messages of one window of a rank together: there are at most
-   ``window_ops``.
+4. the transport can carry all operations of one window of a rank together: there are at most
+   ``window_ops``, also where parts of a message travel by themselves (``max_parcels``).
 
 Take the unfinished messages of the lowest window: their ranks have finished everything in lower
 windows, so by 2 both ends have posted them or will without waiting; by 3 and 4 nothing is before
@@ -104,6 +104,16 @@ class Messages:
         window[placed] = self.window[(self.first[link] + part)[placed]]
         return link, part, window
 
+    def fullest_window(self, links: Links) -> tuple[int, int]:
+        """The most messages that any rank has in one window, and the most bytes in one."""
+        most = nbytes = 0
+        for link, part in self.by_window():
+            end = np.concatenate((links.src[link], links.dst[link]))
+            size = links.parts(link, part, self.steps) * links.element_bytes[link]
+            most = max(most, int(np.bincount(end).max(initial=0)))
+            nbytes = max(nbytes, int(np.bincount(end, np.concatenate((size, size))).max(initial=0)))
+        return most, nbytes
+
     def by_window(self) -> Iterator[tuple[IntArray, IntArray]]:
         """(link, part) of every message of each window, in ascending order."""
         spread, placed = (np.nonzero(chosen)[0] for chosen in (self.first < 0, self.first >= 0))
@@ -127,7 +137,8 @@ class Schedule:
 
     ``operation`` (a number that no other message of any rank has), ``src``, ``dst``, ``window``,
     ``nbytes`` [m]; ``pieces`` are the moved pieces in message order and ``first_piece`` [m + 1]
-    says where each message's begin. ``retained`` are the others.
+    says where each message's begin. ``retained`` are the others. ``max_parcels`` [m] is how many
+    operations a message may be: those of a window of any rank are at most ``window_ops``.
     """
 
     operation: IntArray
@@ -135,6 +146,7 @@ class Schedule:
     dst: IntArray
     window: IntArray
     nbytes: IntArray
+    max_parcels: IntArray
     first_piece: IntArray
     pieces: Routes
     retained: Routes
