@@ -112,7 +112,7 @@ class EngineConfig:
     staging_mib: int = 256
     """Upper limit of staging memory a rank, MiB."""
     window_ops: int = 256
-    """Messages a rank sends and receives in one window; two windows are under way at a time."""
+    """Most sends and receives of a rank in one window; two windows are under way at a time."""
     promote: EnginePromote = EnginePromote.auto
     verify: Verify = Verify.fingerprint
     keep_source: KeepSource = KeepSource.auto

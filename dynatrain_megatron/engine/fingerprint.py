@@ -14,18 +14,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dynatrain_megatron.engine.fragments import Fragments
-from dynatrain_megatron.engine.transport import Transport
+from dynatrain_megatron.engine.transport import Message, Transport
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner.plan import Plan
-from dynatrain_megatron.planner.routes import Side, unique_cover
-from dynatrain_megatron.vps.boxes import BoolArray
+from dynatrain_megatron.planner.routes import Routes, Side, unique_cover
+from dynatrain_megatron.planner.schedule import Schedule
+from dynatrain_megatron.vps.boxes import BoolArray, IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
@@ -69,17 +70,7 @@ def own_sums(
     cover = unique_cover(rosters, rank)
     if chosen is not None:
         cover = cover.take(chosen[cover.tensor])
-    return hash_pieces(
-        rosters.tensors,
-        (
-            Piece(
-                int(cover.tensor[i]),
-                tuple(int(x) for x in cover.start[i]),
-                fragments.piece(int(cover.src_slot[i]), cover.start[i], cover.stop[i]),
-            )
-            for i in range(len(cover))
-        ),
-    )
+    return hash_pieces(rosters.tensors, _pieces(cover, fragments))
 
 
 def fingerprint_of(own: Sums, transport: Transport, *, timeout_s: float) -> tuple[str, Sums]:
@@ -87,7 +78,7 @@ def fingerprint_of(own: Sums, transport: Transport, *, timeout_s: float) -> tupl
 
     Returns 16 hex digits over everything, and the sums by logical tensor and state.
     """
-    total = _add_up(transport.all_gather(own.tobytes(), timeout_s=timeout_s), own.shape)
+    total = _sum_over_ranks(own, transport, timeout_s)
     return hashlib.sha256(total.astype("<u8").tobytes()).hexdigest()[:16], total
 
 
@@ -112,21 +103,11 @@ def check_received(
 ) -> Checked:
     """Every rank's target fragments hold the bits their sources hold; collective.
 
-    Each rank hashes, for each receiver, the regions it gave to it; each receiver compares the sum
-    with its own fragments, so that every replica is checked. Raises :class:`TransitionError` on
-    all ranks, naming the receiving ranks and tensors that differ.
+    Each rank hashes, for each receiver, the regions it gave to it, and tells that one the sums;
+    each receiver compares them with those of its own fragments, so that every replica is checked.
+    Raises :class:`TransitionError` on all ranks, naming the receiving ranks and tensors that
+    differ.
     """
-    rank, size = transport.rank, plan.num_ranks
-    given = np.zeros((size, len(plan.tensors), _num_states(plan.tensors)), dtype=np.uint64)
-    for side, part in plan.pieces():
-        fragments = source if side is Side.SOURCE else target
-        for i in np.nonzero(part.src == rank)[0]:
-            views = fragments.piece(int(part.src_slot[i]), part.start[i], part.stop[i])
-            tensor, start = int(part.tensor[i]), tuple(int(x) for x in part.start[i])
-            for k, view in enumerate(views):
-                cell = (int(part.dst[i]), tensor, k)
-                value = _hash_view(plan.tensors[tensor], k, start, view)
-                given[cell] = (int(given[cell]) + value) & _MASK
     index = {t.name: i for i, t in enumerate(plan.tensors)}
     roster = target.roster
     got = hash_pieces(
@@ -140,8 +121,11 @@ def check_received(
             for slot in range(len(roster))
         ),
     )
-    expected = _add_up(transport.all_gather(given.tobytes(), timeout_s=timeout_s), given.shape)
-    wrong = [plan.tensors[t].name for t in np.unique(np.nonzero(expected[rank] != got)[0])]
+    gave, expected = np.zeros_like(got), np.zeros_like(got)
+    for each in plan.passes:
+        given = source if each.takes_from is Side.SOURCE else target
+        _add_given(gave, expected, plan.tensors, each.schedule, given, transport, timeout_s)
+    wrong = [plan.tensors[t].name for t in np.unique(np.nonzero(expected != got)[0])]
     reports = transport.all_gather(json.dumps(wrong).encode(), timeout_s=timeout_s)
     named = {r: json.loads(report) for r, report in enumerate(reports) if report != b"[]"}
     if named:
@@ -149,18 +133,96 @@ def check_received(
             "state after the transfer differs from its source: "
             + "; ".join(f"rank {r}: {', '.join(names[:5])}" for r, names in named.items())
         )
-    return Checked(given.sum(axis=0, dtype=np.uint64), got)
+    return Checked(gave, got)
+
+
+def _add_given(
+    gave: Sums,
+    expected: Sums,
+    tensors: Sequence[LogicalTensor],
+    schedule: Schedule,
+    given: Fragments,
+    transport: Transport,
+    timeout_s: float,
+) -> None:
+    """Add to both the sums of what this rank kept in a pass, and of what it ``gave`` or got.
+
+    Between two ranks go those of the tensors that went between them, in the window of their first
+    message: so this can no more deadlock than messages can, nor take more operations at a time.
+    """
+    rank, device = transport.rank, transport.device
+    kept = schedule.retained.take(schedule.retained.dst == rank)
+    in_place = hash_pieces(tensors, _pieces(kept, given))
+    gave += in_place
+    expected += in_place
+    exchanges: list[tuple[list[Message], list[Message], list[IntArray]]] = []
+    for window in schedule.pairs_of(rank):
+        sends: list[Message] = []
+        receives: list[Message] = []
+        rows: list[IntArray] = []
+        for pieces in map(schedule.pieces.take, window):
+            own = np.unique(pieces.tensor)
+            src, dst = int(pieces.src[0]), int(pieces.dst[0])
+            if src == rank:
+                sums = hash_pieces(tensors, _pieces(pieces, given))
+                gave += sums
+                sends.append((dst, _as_numbers(sums[own]).to(device)))
+            else:
+                room = torch.empty((len(own), expected.shape[1]), dtype=torch.int64, device=device)
+                receives.append((src, room))
+                rows.append(own)
+        exchanges.append((sends, receives, rows))
+    for sends, receives, rows in exchanges:  # all is hashed before anyone waits for it
+        transport.exchange(sends, receives, timeout_s=timeout_s)
+        for own, (_, told) in zip(rows, receives, strict=True):
+            expected[own] += _as_sums(told)
+
+
+def _sum_over_ranks(own: Sums, transport: Transport, timeout_s: float) -> Sums:
+    """What the sums of all ranks add up to, on all of them; collective.
+
+    Up a tree, and down again the same way: a rank has about log2(N) peers at the most::
+
+        0 <- 1    2 <- 3    4        0 <------ 2    4        0 <---------------- 4
+    """
+    rank, size = transport.rank, transport.size
+    total = _as_numbers(own).to(transport.device)
+    step, children = 1, []
+    while step < size and not rank & step:
+        if rank + step < size:
+            children.append(rank + step)
+            part = torch.empty_like(total)
+            transport.exchange([], [(rank + step, part)], timeout_s=timeout_s)
+            total = total + part  # wraps, as it should
+        step *= 2
+    if rank:
+        transport.exchange([(rank - step, total)], [], timeout_s=timeout_s)
+        total = torch.empty_like(total)
+        transport.exchange([], [(rank - step, total)], timeout_s=timeout_s)
+    for child in reversed(children):
+        transport.exchange([(child, total)], [], timeout_s=timeout_s)
+    return _as_sums(total)
+
+
+def _pieces(routes: Routes, fragments: Fragments) -> Iterator[Piece]:
+    """What these pieces take from their sender's fragments."""
+    for i in range(len(routes)):
+        start, stop = routes.start[i], routes.stop[i]
+        views = fragments.piece(int(routes.src_slot[i]), start, stop)
+        yield Piece(int(routes.tensor[i]), tuple(int(x) for x in start), views)
+
+
+def _as_numbers(sums: Sums) -> torch.Tensor:
+    """Sums as a transport carries them; torch adds up no unsigned numbers."""
+    return torch.from_numpy(sums.view(np.int64))
+
+
+def _as_sums(numbers: torch.Tensor) -> Sums:
+    return numbers.cpu().numpy().view(np.uint64)
 
 
 def _num_states(tensors: Sequence[LogicalTensor]) -> int:
     return max((len(t.states) for t in tensors), default=0)
-
-
-def _add_up(parts: Sequence[bytes], shape: tuple[int, ...]) -> Sums:
-    total = np.zeros(shape, dtype=np.uint64)
-    for part in parts:
-        total += np.frombuffer(part, dtype=np.uint64).reshape(shape)  # wraps, as it should
-    return total
 
 
 def _hash_view(tensor: LogicalTensor, state: int, start: Sequence[int], view: torch.Tensor) -> int:

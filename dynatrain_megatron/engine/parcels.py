@@ -3,8 +3,10 @@
 A message of the plan is the concatenation of its pieces' states, wider dtypes first, so that every
 part is aligned without padding and the bytes moved are exactly the plan's. It is cut into parcels:
 parts that are large enough for the transport travel by themselves, in place where they lie so that
-it can carry them; what lies between two of those travels together, through staging memory. Both
-ends derive order and cuts from the plan and the transport's terms.
+it can carry them; what lies between two of those travels together, through staging memory. A parcel
+is an operation, and the plan says how many a message may be, so that no window has more than its
+bound; what is read from memory is none. Both ends derive order and cuts from the plan and the
+transport's terms.
 
 Windows are the plan's, which bound staging memory at both ends. Where receivers read from the
 sender's memory only the sender may need any, and it knows how much: it chooses the windows, and
@@ -66,7 +68,7 @@ def make_parcels(
             peer = int((schedule.dst if sending else schedule.src)[m])
             terms = transport.terms(peer, sending=sending)
             views = _views(schedule, m, source if sending else target, sending=sending)
-            for together in _cut(views, terms):
+            for together in _cut(views, terms, int(schedule.max_parcels[m])):
                 is_near = all(transport.reaches(view) for view in together)
                 in_place = is_near and len(together) == 1 and terms.fit(together[0])
                 parcels.append(
@@ -100,11 +102,21 @@ def _views(
     return sorted(views, key=lambda view: -view.element_size())  # stable: equal at both ends
 
 
-def _cut(views: Iterable[torch.Tensor], terms: Terms) -> Iterator[list[torch.Tensor]]:
-    """What travels together: each large view by itself, and the small ones between two of them."""
+def _cut(views: Sequence[torch.Tensor], terms: Terms, max_parcels: int) -> list[list[torch.Tensor]]:
+    """What travels together; where views are sent, not read, in at most ``max_parcels`` parcels."""
+    part_bytes = terms.part_bytes
+    parcels = list(_apart(views, part_bytes))
+    while len(parcels) > max_parcels and not terms.is_read:
+        part_bytes *= 2
+        parcels = list(_apart(views, part_bytes))
+    return parcels
+
+
+def _apart(views: Iterable[torch.Tensor], part_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Each large view by itself, and together the small ones between two of them."""
     small: list[torch.Tensor] = []
     for view in views:
-        if view.nbytes < terms.part_bytes:
+        if view.nbytes < part_bytes:
             small.append(view)
             continue
         if small:

@@ -22,13 +22,14 @@ from dynatrain_megatron.vps.boxes import IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
-_ALGORITHM = b"4"
+_ALGORITHM = b"5"
 """Changed with everything that may change a plan, so that ranks with other code are found out."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations.
+    """``staging_bytes`` bounds the staging memory of a rank; ``window_ops`` its operations
+    in one window.
 
     ``schedule`` says how messages are placed into windows, ``sources`` who sends what several
     ranks hold. With ``relay``, where sources are balanced, what several ranks of a node want is
@@ -82,7 +83,10 @@ class Plan:
 
     @property
     def bytes_matrix(self) -> IntArray:
-        """Bytes from rank (row) to rank (column), [num_ranks, num_ranks]; diagonal: retained."""
+        """Bytes from rank (row) to rank (column), [num_ranks, num_ranks]; diagonal: retained.
+
+        For small worlds: at 4,096 ranks these are 16 million numbers.
+        """
         matrix = np.diag(self.retained)
         for each in self.passes:
             matrix[each.links.src, each.links.dst] += each.links.nbytes
@@ -229,7 +233,17 @@ def _make_pass(
     )
     messages = windows.messages
     schedule = _schedule(
-        flows, shares, side, link, links, messages, source, target, rank, first_operation
+        flows,
+        shares,
+        side,
+        link,
+        links,
+        messages,
+        source,
+        target,
+        rank,
+        options.window_ops,
+        first_operation,
     )
     made = Pass(
         side,
@@ -253,6 +267,7 @@ def _schedule(
     source: RosterSet,
     target: RosterSet,
     rank: int | None,
+    window_ops: int,
     first_operation: int,
 ) -> Schedule:
     """Pieces and messages of all ranks, or of one; ``link`` is the one each share belongs to."""
@@ -285,10 +300,21 @@ def _schedule(
         links.dst[own_link],
         window,
         nbytes,
+        _max_parcels(nbytes, messages.fullest_window(links), window_ops),
         np.searchsorted(message, np.arange(len(order) + 1)),
         pieces,
         retained,
     )
+
+
+def _max_parcels(nbytes: IntArray, fullest: tuple[int, int], window_ops: int) -> IntArray:
+    """How many operations each message may be, [m]; the same at both its ends.
+
+    What the fullest window leaves of ``window_ops`` is shared out by bytes, so that no window of
+    any rank has more.
+    """
+    most, most_bytes = fullest
+    return 1 + nbytes * (window_ops - most) // max(1, most_bytes)
 
 
 def _by_rank(rank: IntArray, nbytes: IntArray, num_ranks: int) -> IntArray:

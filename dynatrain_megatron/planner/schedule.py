@@ -16,8 +16,8 @@ Why no schedule can deadlock (docs/schedules.md says it with a picture):
    of it, and waits for nothing but messages of lower windows before it posts the next, whatever
    else it does in between (staging memory, memory stages);
 3. messages from one rank to another are posted in the same order at both ends;
-4. the transport can carry all messages of one window of a rank together: there are at most
-   ``window_ops``.
+4. the transport can carry all operations of one window of a rank together: there are at most
+   ``window_ops``, also where parts of a message travel by themselves (``max_parcels``).
 
 Take the unfinished messages of the lowest window: their ranks have finished everything in lower
 windows, so by 2 both ends have posted them or will without waiting; by 3 and 4 nothing is before
@@ -26,6 +26,7 @@ them, and so they complete. A rank without messages in a window has nothing to w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -103,6 +104,16 @@ class Messages:
         window[placed] = self.window[(self.first[link] + part)[placed]]
         return link, part, window
 
+    def fullest_window(self, links: Links) -> tuple[int, int]:
+        """The most messages that any rank has in one window, and the most bytes in one."""
+        most = nbytes = 0
+        for link, part in self.by_window():
+            end = np.concatenate((links.src[link], links.dst[link]))
+            size = links.parts(link, part, self.steps) * links.element_bytes[link]
+            most = max(most, int(np.bincount(end).max(initial=0)))
+            nbytes = max(nbytes, int(np.bincount(end, np.concatenate((size, size))).max(initial=0)))
+        return most, nbytes
+
     def by_window(self) -> Iterator[tuple[IntArray, IntArray]]:
         """(link, part) of every message of each window, in ascending order."""
         spread, placed = (np.nonzero(chosen)[0] for chosen in (self.first < 0, self.first >= 0))
@@ -126,7 +137,8 @@ class Schedule:
 
     ``operation`` (a number that no other message of any rank has), ``src``, ``dst``, ``window``,
     ``nbytes`` [m]; ``pieces`` are the moved pieces in message order and ``first_piece`` [m + 1]
-    says where each message's begin. ``retained`` are the others.
+    says where each message's begin. ``retained`` are the others. ``max_parcels`` [m] is how many
+    operations a message may be: those of a window of any rank are at most ``window_ops``.
     """
 
     operation: IntArray
@@ -134,6 +146,7 @@ class Schedule:
     dst: IntArray
     window: IntArray
     nbytes: IntArray
+    max_parcels: IntArray
     first_piece: IntArray
     pieces: Routes
     retained: Routes
@@ -152,6 +165,21 @@ class Schedule:
         if not len(own):
             return []
         return np.split(own, np.nonzero(np.diff(self.window[own]))[0] + 1)
+
+    def pairs_of(self, rank: int) -> list[list[IntArray]]:
+        """Positions in ``pieces`` of all that ``rank`` sends to, or gets from, another rank.
+
+        One array for each other rank and direction, in the window of its first message, and like
+        the messages in order in each.
+        """
+        messages: dict[tuple[int, int], list[int]] = {}
+        for m in itertools.chain.from_iterable(window.tolist() for window in self.windows_of(rank)):
+            messages.setdefault((int(self.src[m]), int(self.dst[m])), []).append(m)
+        windows: dict[int, list[IntArray]] = {}
+        for own in messages.values():
+            pieces = np.concatenate([np.array(self.pieces_of(m), dtype=np.int64) for m in own])
+            windows.setdefault(int(self.window[own[0]]), []).append(pieces)
+        return list(windows.values())
 
     def staging_bytes(self, rank: int) -> int:
         """Staging memory of one window of ``rank``: the most that any of them can need."""

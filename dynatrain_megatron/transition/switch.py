@@ -70,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 _RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
 _MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
+_MOST_RANKS_IN_MATRIX = 64  # a number for each pair of ranks is more than a line of a log should be
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,11 @@ class SwitchOptions:
 
 @dataclass
 class SwitchReport:
-    """What a switch did, as the event log tells it; equal on every rank but for local bytes."""
+    """What a switch did, as the event log tells it; equal on every rank but for local bytes.
+
+    ``schedule`` is what placed the messages, never ``auto``, ``predicted_s`` what it says beside
+    the measured ``seconds["wire"]``. ``bytes_matrix`` is None with more than 64 ranks.
+    """
 
     iteration: int
     source: str
@@ -103,13 +108,15 @@ class SwitchReport:
     groups: dict[str, int] = field(default_factory=dict)
     ops: int = 0
     rounds: int = 0
+    schedule: str = ""
+    predicted_s: float = 0.0
     stages: int = 1
     keep_source: str = ""
     peak_extra_bytes: int = 0
     planned_peak_extra_bytes: int = 0
     bound_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
-    bytes_matrix: list[list[int]] = field(default_factory=list)
+    bytes_matrix: list[list[int]] | None = None
     placement: dict[str, Any] | None = None
 
 
@@ -596,4 +603,7 @@ def _fill_in(
     )
     report.ops = plan.num_operations
     report.rounds = plan.num_windows
-    report.bytes_matrix = plan.bytes_matrix.tolist()
+    report.schedule = ", ".join(plan.windows_by)
+    report.predicted_s = plan.predicted_s
+    if bridge.size <= _MOST_RANKS_IN_MATRIX:
+        report.bytes_matrix = plan.bytes_matrix.tolist()

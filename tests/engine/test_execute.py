@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from dynatrain_megatron.engine import (
     ExecutionReport,
     Fragments,
     FragmentsBuilder,
+    LocalTransport,
     RingTransport,
     SameHostTransport,
     TorchTransport,
@@ -25,9 +27,11 @@ from dynatrain_megatron.engine import (
 )
 from dynatrain_megatron.engine.fingerprint import check_received, fingerprint
 from dynatrain_megatron.engine.memory import Dropped
+from dynatrain_megatron.engine.parcels import make_parcels
 from dynatrain_megatron.engine.transport import Terms
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology
+from dynatrain_megatron.planner.routes import Side
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterBuilder, State, StateKind
 from tests.engine.test_transport import TRANSPORTS, on_threads
 from tests.planner.worlds import Case, irregular_cases, mixed_cases, shared_cases
@@ -174,6 +178,66 @@ def test_every_element_arrives(
     )
     for fragments in (*moved.source, *moved.target):
         assert_holds_its_values(fragments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(mixed_cases(TENSORS), mixed_cases(), shared_cases(5)),
+    st.sampled_from([100, 400, 1 << 20]),
+    st.sampled_from([1, 2, 3, 5, 8]),
+    st.sampled_from(EngineSchedule),
+)
+def test_no_window_has_more_operations_than_its_bound(
+    case: Case, staging: int, window_ops: int, schedule: EngineSchedule
+) -> None:
+    """However many parts could travel by themselves; and both ends cut a message alike."""
+    source = [bind(roster, filled=True) for roster in case.before]
+    target = [bind(roster, filled=False) for roster in case.after]
+    size = len(source)
+    plan = case.plan(topology_of([0] * size, size), PlanOptions(staging, window_ops, schedule))
+    for each in plan.passes:
+        given = source if each.takes_from is Side.SOURCE else target
+        sent, received = defaultdict(list), defaultdict(list)
+        for rank, end in enumerate(
+            LocalTransport.mesh(size)
+        ):  # nothing is read, nothing waited for
+            parcels = make_parcels(each.schedule, given[rank], target[rank], end, timeout_s=0)
+            operations = Counter(parcel.window for parcel in parcels)
+            assert max(operations.values(), default=0) <= window_ops
+            for parcel in parcels:
+                ends = (rank, parcel.peer) if parcel.sending else (parcel.peer, rank)
+                cut = (parcel.window, parcel.nbytes)
+                (sent if parcel.sending else received)[ends].append(cut)
+        assert sent == received
+
+
+@pytest.mark.parametrize(("window_ops", "num_parcels"), [(256, 9), (18, 9), (17, 1), (1, 1)])
+def test_parts_travel_by_themselves_while_there_is_room(window_ops: int, num_parcels: int) -> None:
+    """Five large tensors with a small one between any two; the other way goes as much."""
+    before, after = ([RosterBuilder() for _ in range(2)] for _ in range(2))
+    for i in range(18):
+        large = i // 2 % 2 == 0
+        tensor = LogicalTensor(
+            f"{i // 2} of {i % 2}",
+            (32 if large else 4,),
+            (State(StateKind.MAIN_PARAM, "float32"),),
+        )
+        before[i % 2].add(tensor, Region.whole(tensor.shape))
+        after[1 - i % 2].add(tensor, Region.whole(tensor.shape))
+    case = Case(tuple(b.build() for b in before), tuple(b.build() for b in after))
+    plan = case.plan(options=PlanOptions(window_ops=window_ops))
+    fragments = (
+        [bind(r, filled=True) for r in case.before],
+        [bind(r, filled=True) for r in case.after],
+    )
+    parcels = make_parcels(
+        plan.passes[0].schedule,
+        fragments[0][0],
+        fragments[1][0],
+        LocalTransport.mesh(2)[0],
+        timeout_s=0,
+    )
+    assert [parcel.sending for parcel in parcels].count(True) == num_parcels
 
 
 def drawn_cases(count: int) -> list[Case]:

@@ -57,7 +57,7 @@ def messages(plan: Plan) -> list[tuple[object, ...]]:
         (
             *(
                 int(getattr(one, name)[m])
-                for name in ("operation", "src", "dst", "window", "nbytes")
+                for name in ("operation", "src", "dst", "window", "nbytes", "max_parcels")
             ),
             *pieces(one.pieces, slice(one.first_piece[m], one.first_piece[m + 1])),
         )
