@@ -39,6 +39,7 @@ from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.vps.boxes import BoolArray, IntArray, ranges, run_starts, scatter
 
 _NS = 1e9
+_MOST_SENDERS = 200_000  # of all teams together, whose loads are balanced in well under a second
 
 
 def choose_relayed_shares(flows: Flows, topology: Topology) -> tuple[Shares, Shares]:
@@ -229,12 +230,15 @@ def _chunk_bytes(
     """Bytes of the chunk of every receiver of every team, in order of team.
 
     Candidates send the first copy; the other k - 1 come from the receivers or, within a node, from
-    any of both, so that the busiest sender has the least.
+    any of both, so that the busiest sender has the least. Where that is too much to work out, the
+    receivers' chunks are equal.
     """
+    member, of_team = teams.members
+    if int(teams.count.sum()) + len(of_team) > _MOST_SENDERS:
+        return _with_rest(teams, (teams.total // teams.size)[of_team])
     whole, open_ = without_choice(flows, others)
     _, besides = classes_of(flows, open_, topology)
     at, team = ranges(teams.first, teams.count)
-    member, of_team = teams.members
     near = ~teams.far[team]
     number = np.concatenate((2 * team, 2 * team[near] + 1, 2 * of_team + 1))
     candidate = flows.sources.rank[at]
@@ -252,10 +256,15 @@ def _chunk_bytes(
     sent = np.zeros(len(order), dtype=np.int64)
     amount = share_out(classes, *loads_of(flows, whole, topology), topology)
     sent[order] = amount[: len(order)]
-    chunk = sent[len(number) - len(of_team) :] // (teams.size - 1)[of_team]
+    return _with_rest(teams, sent[len(number) - len(of_team) :] // (teams.size - 1)[of_team])
+
+
+def _with_rest(teams: _Teams, chunk: IntArray) -> IntArray:
+    """Chunks of which the last one of each team in another node has what division left."""
+    _, of_team = teams.members
     rest = teams.total
     np.subtract.at(rest, of_team, chunk)
-    chunk[np.cumsum(teams.size) - 1] += np.where(teams.far, rest, 0)  # what division left
+    chunk[np.cumsum(teams.size) - 1] += np.where(teams.far, rest, 0)
     return chunk
 
 

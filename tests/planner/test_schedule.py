@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology, make_plan
+from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology, make_plan, relays
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps import Roster, RosterBuilder
@@ -74,12 +74,19 @@ def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOp
 
 
 @settings(max_examples=200, deadline=None)
-@given(shared_cases(), st.lists(st.integers(0, 1), min_size=6, max_size=6), BOUNDS)
+@given(
+    shared_cases(),
+    st.lists(st.integers(0, 1), min_size=6, max_size=6),
+    BOUNDS,
+    st.sampled_from([0, relays._MOST_SENDERS]),
+)
 def test_relays_are_well_formed_bounded_and_finish(
-    case: Case, nodes: list[int], bounds: PlanOptions
+    case: Case, nodes: list[int], bounds: PlanOptions, most_senders: int
 ) -> None:
     topology = Topology(tuple(nodes[: len(case.before)]), None, Speeds(operation_s=0))
-    plan = case.plan(topology, bounds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relays, "_MOST_SENDERS", most_senders)  # 0: chunks are equal
+        plan = case.plan(topology, bounds)
     assert_well_formed(plan, bounds)
     simulate_plan(plan)
     carry_out(plan, case)
