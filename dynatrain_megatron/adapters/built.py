@@ -104,19 +104,18 @@ class Built:
         assert self._as_built is not None
         self._as_built.restore()
         self.state.clear_gradients()
-        kept = self._as_built.storages
-        tensors = (t for t in self.state.tensors() if t.untyped_storage()._cdata not in kept)
-        self._dropped = Dropped(tensors, sizes)
+        self._dropped = Dropped(self.state.tensors(), sizes)
         self.groups.forget_scratch()
 
     def wake(self) -> Dropped:
         """What is still without memory: all that a switch fills or makes anew, in its time."""
         dropped, self._dropped = self._dropped, None
-        assert dropped is not None
+        assert dropped is not None and self._as_built is not None
         later = {storage._cdata for storage in distinct_storages(self.written_later())}
         for storage in dropped.storages:
             if storage._cdata not in later:
                 dropped.restore_one(storage, zeros=True)
+        self._as_built.fill_buffers()
         return dropped
 
     def written_later(self) -> Iterator[torch.Tensor]:
@@ -152,18 +151,17 @@ class _AsBuilt:
         self._saved = [(each, each.copy()) for each in (*attributes, *containers)]
         self._buffers = [(buffer, buffer.clone()) for buffer in _unsaved_buffers(model)]
 
-    @property
-    def storages(self) -> set[int]:
-        """Those of the buffers that no checkpoint keeps."""
-        return {storage._cdata for storage in distinct_storages(b for b, _ in self._buffers)}
-
     def restore(self) -> None:
+        """Put attributes and containers back."""
         for container, saved in self._saved:
             container.clear()
             if isinstance(container, list):
                 container.extend(saved)
             else:
                 container.update(saved)
+
+    def fill_buffers(self) -> None:
+        """Write the buffers that no checkpoint keeps; they have memory again."""
         for buffer, contents in self._buffers:
             buffer.copy_(contents)
 
