@@ -133,7 +133,7 @@ class EngineConfig:
 class ElasticConfig:
     """What is kept of the worlds a job has been in: the group ``elastic``."""
 
-    cache_worlds: int = 4
+    cache_worlds: int = 1
     """Layouts kept beside the one in force: process groups and model objects, without memory."""
 
     def __post_init__(self) -> None:

@@ -61,7 +61,7 @@ def test_the_defaults() -> None:
     assert config.engine.placement is EnginePlacement.identity
     assert config.engine.verify is Verify.fingerprint
     assert config.engine.check_replicas is False
-    assert config.elastic == ElasticConfig(cache_worlds=4)
+    assert config.elastic == ElasticConfig(cache_worlds=1)
     assert (config.source, config.run_dir, config.record_steps) == ("auto", "dynatrain-run", True)
     assert config.topology == "auto"
 

@@ -152,9 +152,9 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
             event["bytes"]["moved"] + event["bytes"]["retained"]
         )
         assert event["fingerprint"]["before"] == event["fingerprint"]["after"]
-        # four layouts are kept: the launch's is gone again when the last switch goes back to it
+        # one layout is kept: the launch's is gone again when the last switch goes back to it
         assert event["groups"]["created"] > 0 and event["groups"]["reused"] == 0
-        assert (event["groups"]["destroyed"] > 0) == (number >= 4)
+        assert (event["groups"]["destroyed"] > 0) == (number >= 1)
         # less where the transport carries state as it lies and needs no staging memory
         assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}

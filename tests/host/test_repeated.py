@@ -37,7 +37,7 @@ def test_a_layout_that_comes_again_is_there_already(tmp_path: Path) -> None:
     """Nothing is made or destroyed, dormant layouts have no memory, and every bit is right."""
     tour = [A, B, A, C, B, A, C, A, B]
     flags = [*TINY_LLAMA, *DISTRIBUTED, *OVERLAP, "--bf16", "--tensor-model-parallel-size", "2"]
-    oracle.run_tour(4, flags, tour, tmp_path)
+    oracle.run_tour(4, flags, tour, tmp_path, overrides=["elastic.cache_worlds=4"])
     for found in switches(tmp_path).values():
         for number, line in enumerate(found, start=1):
             again = tour[number] in tour[:number]
@@ -56,7 +56,7 @@ def test_the_layout_used_longest_ago_goes_where_there_is_no_room(tmp_path: Path)
     """Room for one: A B leaves A, A takes it and leaves B, C drives B out, B drives A out, …"""
     tour = ["dp2", "pp2", "dp2", "tp2", "pp2", "tp2", "dp2"]
     flags = [*TINY_LLAMA, *DISTRIBUTED, "--global-batch-size", "4"]
-    oracle.run_tour(2, flags, tour, tmp_path, overrides=["elastic.cache_worlds=1"])
+    oracle.run_tour(2, flags, tour, tmp_path)
     for found in switches(tmp_path).values():
         assert [line["reused"] > 0 for line in found] == [False, True, False, False, True, False]
         assert [line["destroyed"] > 0 for line in found] == [False, False, True, True, False, True]
