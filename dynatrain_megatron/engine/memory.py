@@ -18,11 +18,6 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in distinct_storages(tensors)}
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``."""
-    return sum(storage.nbytes() for storage in distinct_storages(tensors))
-
-
 def release(tensors: Iterable[torch.Tensor]) -> int:
     """Free the storages behind ``tensors`` though they are still referenced; returns the bytes.
 
@@ -94,11 +89,6 @@ class Ledger:
         self._before = self._peak = self.measure()
 
     @property
-    def before(self) -> int:
-        """Bytes at the beginning."""
-        return self._before
-
-    @property
     def peak_extra_bytes(self) -> int:
         """The most there was on top of that; not less than zero."""
         return self._peak - self._before
@@ -107,10 +97,6 @@ class Ledger:
         """Count the storages behind ``tensors`` too."""
         for storage in distinct_storages(tensors):
             self._storages.setdefault(storage._cdata, storage)
-
-    def forget(self) -> None:
-        """Let go of the storages."""
-        self._storages.clear()
 
     def measure(self) -> int:
         """Bytes of all storages now."""

@@ -45,7 +45,6 @@ def place_messages(
     are under way together take at most ``staging_bytes``, but for windows of a single message of
     one element that is larger.
     """
-
     num_ranks = len(topology.node)
 
     def placed(kind: EngineSchedule) -> Windows:

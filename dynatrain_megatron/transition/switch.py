@@ -7,7 +7,9 @@
     groups    make the target's process groups aside, install them          new groups in force
     build     target model, optimizer, scheduler, iterators: empty
     plan      exchange rosters, every rank makes the same plan, digests compared
+    memory    memory for what is moved, and where it must be, that of what has been moved freed
     move      pack, wire, unpack into the new objects; the old ones are only read
+    rebuild   parameters gathered from main parameters
     verify    every receiver's bits against their sources', the whole against the whole
     commit    the host's objects become the new ones; old memory goes
 
@@ -294,11 +296,11 @@ def _install_arguments(job: Job, target: Target) -> Namespace:
 
 
 @contextlib.contextmanager
-def _without_gradients(state: HostState) -> Iterator[Dropped]:
+def _without_gradients(state: HostState) -> Iterator[None]:
     """Give the gradients' memory back; if the body raises they are there again, as zeros."""
     dropped = Dropped(state.gradients())
     try:
-        yield dropped
+        yield
     except BaseException:
         dropped.restore()
         raise

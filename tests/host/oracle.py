@@ -36,7 +36,7 @@ from torch.distributed import distributed_c10d
 from dynatrain_megatron.adapters.built import Built
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
-from dynatrain_megatron.engine.memory import storage_bytes
+from dynatrain_megatron.engine.memory import storage_sizes
 from tests.host import tours
 from tests.ranks import run_megatron
 
@@ -93,7 +93,9 @@ def attach(directory: Path, *, poison: bool = True) -> None:
             "other_groups": len(distributed_c10d._world.pg_map) - _kept_groups(job),
             "threads": len(os.listdir("/proc/self/task")),
             "files": len(os.listdir("/proc/self/fd")),
-            "dormant_bytes": [storage_bytes(each.state.tensors()) for each in job.dormant],
+            "dormant_bytes": [
+                sum(storage_sizes(each.state.tensors()).values()) for each in job.dormant
+            ],
             **asdict(report)["groups"],
         }
         with (directory / f"differences-{dist.get_rank()}.jsonl").open("a") as file:
