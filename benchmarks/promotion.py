@@ -4,7 +4,7 @@ Four forked ranks on gloo move the same bytes in each of these ways:
 
 ``direct``      the plan without relays (``engine.promote=off``), carried out by the engine
 ``relayed``     the plan in which everything that can be is relayed, whatever it costs
-``auto``        the plan made with the speeds measured here (``engine.promote=auto``)
+``auto``        the plan of a switch (``engine.promote=auto``): on one host nothing is relayed
 ``collective``  dist.broadcast, dist.scatter, dist.gather or dist.all_gather_into_tensor on a group
                 that exists already, straight from one contiguous tensor into another
 
@@ -195,7 +195,7 @@ def plans(before: RosterSet, after: RosterSet, speeds: Speeds) -> dict[str, Plan
     """The three plans."""
 
     def plan(name: str, own: Speeds) -> Plan:
-        options = PlanOptions(relay=name != "direct")
+        options = PlanOptions(relay=name != "direct", relay_within_nodes=name == "relayed")
         return make_plan(before, after, Topology((0,) * RANKS, None, own), options)
 
     free = Speeds(0.0, speeds.near_gb_s, speeds.far_gb_s)

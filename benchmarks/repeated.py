@@ -4,7 +4,7 @@ A real Megatron job on CPU ranks, one step in each layout; at a switch back grou
 rosters and plan are known. Printed are seconds by phase of the first switch each way and the
 medians of the later ones, and the share of data movement::
 
-    share = (pack + wire + unpack + rebuild + commit) / (stall - verify)
+    share = (memory + pack + wire + unpack + rebuild + commit) / (stall - verify)
 
 ``rebuild`` gathers parameters from main parameters; ``commit`` gives the old memory back and takes
 the new gradients'. Verification is optional (engine.verify) and kept apart; the share with it in

@@ -33,13 +33,14 @@ class PlanOptions:
 
     ``schedule`` says how messages are placed into windows, ``sources`` who sends what several
     ranks hold. With ``relay``, where sources are balanced, what several ranks of a node want is
-    relayed where that should be faster.
+    relayed where that should be faster; what is in their node only if ``relay_within_nodes``.
     """
 
     staging_bytes: int = 256 << 20
     window_ops: int = 256
     schedule: EngineSchedule = EngineSchedule.direct
     relay: bool = True
+    relay_within_nodes: bool = True
     sources: Sources = Sources.balanced
 
 
@@ -175,7 +176,9 @@ def make_plan(
     """
     flows = find_flows(source, target, topology)
     if options.relay and options.sources is Sources.balanced:
-        brought, relayed = choose_relayed_shares(flows, topology)
+        brought, relayed = choose_relayed_shares(
+            flows, topology, within_nodes=options.relay_within_nodes
+        )
     else:
         brought, relayed = choose_shares(flows, topology, options.sources), no_shares()
     first, messages = _make_pass(

@@ -11,9 +11,12 @@ still gets every element once; what changes is who sends it, and over which link
                node, with a busy rank 0)      0 -> 3      ##            3 -> 1, 2      ##
 
 Between nodes the stream crosses the link once instead of once a receiver; within one, its holders
-send it once, and the receivers the other copies. No process group is needed for that, so none has
-to be built, none kept for a chance to use it, and no rank waits that has no part in it; and chunks
-of one receiver's many flows go in one message, where a collective would be called for each.
+send it once, and the receivers the other copies, which helps where every rank has a link of its
+own and not where all copy through one memory (``benchmarks/promotion.py``, which also shows what
+torch's collectives take: between processes of one host gloo's broadcast is faster than either). No
+process group is needed for relays, so none has to be built, none kept for a chance to use it, and
+no rank waits that has no part in it; and chunks of one receiver's many flows go in one message,
+where a collective would be called for each.
 """
 
 from __future__ import annotations
@@ -42,15 +45,19 @@ _NS = 1e9
 _MOST_SENDERS = 200_000  # of all teams together, whose loads are balanced in well under a second
 
 
-def choose_relayed_shares(flows: Flows, topology: Topology) -> tuple[Shares, Shares]:
+def choose_relayed_shares(
+    flows: Flows, topology: Topology, *, within_nodes: bool = True
+) -> tuple[Shares, Shares]:
     """Let every wanter have its flows: (from holders, then from those who have got a chunk).
 
-    A flow is relayed in a node where that should be faster; see :func:`_worthwhile`.
+    A flow is relayed in a node where that should be faster; see :func:`_worthwhile`. Without
+    ``within_nodes`` one that has a holder in the node is not.
     """
     demands = find_demands(flows, topology)
     kept = (demands.count == 1) & (flows.sources.rank[demands.first] == demands.dst)
     missing = demands.take(~kept)
     teams = _find_teams(flows, missing, topology)
+    teams = teams.take(teams.far | within_nodes)
     teams = teams.take(_worthwhile(flows, missing, teams, topology))
     if not len(teams):
         return bring(flows, demands, topology), no_shares()

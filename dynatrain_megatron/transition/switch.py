@@ -507,7 +507,9 @@ def _planned(
     timeout_s = options.timeout_s
     # At least a byte: whoever wants little staging memory gets as many windows as there can be.
     room = max(1, options.plan.staging_bytes - bridge.held_bytes)
-    plan_options = replace(options.plan, staging_bytes=room)
+    # The ranks of a node copy host memory through one bus: nobody gains by sending for another.
+    own_links = bridge.device.type != "cpu"
+    plan_options = replace(options.plan, staging_bytes=room, relay_within_nodes=own_links)
     assert job.topology is not None
     topology, hosts = job.topology
     rosters = _rosters(job, source, target, bridge, timeout_s)

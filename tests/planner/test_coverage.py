@@ -271,6 +271,9 @@ def test_what_is_not_worth_its_messages_is_not_relayed() -> None:
     assert len(case.plan(slow).passes) == 1
     assert len(case.plan(fast).passes) == 2
     assert len(case.plan(fast, PlanOptions(relay=False)).passes) == 1
+    assert len(case.plan(fast, PlanOptions(relay_within_nodes=False)).passes) == 1
+    two_nodes = Topology((0, 1, 1, 1), None, fast.speeds)
+    assert len(case.plan(two_nodes, PlanOptions(relay_within_nodes=False)).passes) == 2
 
 
 def test_what_its_holders_send_in_time_is_not_relayed() -> None:
