@@ -13,7 +13,7 @@ still gets every element once; what changes is who sends it, and over which link
 Between nodes the stream crosses the link once instead of once a receiver; within one, its holders
 send it once, and the receivers the other copies, which helps where every rank has a link of its
 own and not where all copy through one memory (``benchmarks/promotion.py``, which also shows what
-torch's collectives take: between processes of one host gloo's broadcast is faster than either). No
+torch's collectives take: within one host gloo's broadcast is as fast as either, or faster). No
 process group is needed for relays, so none has to be built, none kept for a chance to use it, and
 no rank waits that has no part in it; and chunks of one receiver's many flows go in one message,
 where a collective would be called for each.
