@@ -290,8 +290,9 @@ def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Res
         skeleton.set_microbatches(job.args)
         unwritten = Unwritten()
         made = skeleton.build(job, unwritten)
-        unwritten.allocate_rest()
         new = HostState(made.model, made.optimizer, job.args)
+        unwritten.take(new.tensors()).restore()  # copies of parameters have no values of their own
+        unwritten.allocate_rest()
         release(new.gradients())
         found.append(body(Pair(source, new)))
         release(new.tensors())
