@@ -7,6 +7,7 @@ key, the value and what is allowed.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,6 +19,8 @@ from dynatrain_megatron.layout import read_changes
 FLAG = "--dynatrain"
 _SHOWN_CHARS = 200
 _EXAMPLE = "{iteration: 50, layout: {tp: 1, pp: 2}}"
+_NAME = r"[A-Za-z_][A-Za-z_0-9]*"
+_FUNCTION = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
 
 
 class PlatformChoice(StrEnum):
@@ -165,6 +168,9 @@ class DynaTrainConfig:
     target: Any = None
     switch_at: int | None = None
     schedule: tuple[Any, ...] = ()
+    policy: str | None = None
+    """``package.module:function``: see :mod:`dynatrain_megatron.policies`. The schedule goes first:
+    a policy is asked where no step of it is due."""
     run_dir: str = "dynatrain-run"
     platform: PlatformChoice = PlatformChoice.auto
     topology: str = "auto"
@@ -180,6 +186,8 @@ class DynaTrainConfig:
         """Check each value, then what they mean together."""
         if self.source != "auto":
             _check_layout("source", self.source)
+        if self.policy is not None and not _FUNCTION.fullmatch(self.policy):
+            _refuse("policy", self.policy)
         if not self.run_dir or "\0" in self.run_dir:
             _refuse("run_dir", self.run_dir)
         if not self.topology or "\0" in self.topology:
@@ -219,6 +227,7 @@ _ALLOWED = {
     "target": f"{_LAYOUT}, or null",
     "switch_at": f"{_COUNT}, or null",
     "schedule": f"a list such as [{_EXAMPLE}]",
+    "policy": "package.module:function, or null",
     "run_dir": "a path",
     "platform": _one_of(PlatformChoice),
     "topology": "auto, or the path of a YAML file",

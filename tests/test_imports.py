@@ -27,16 +27,28 @@ LEVELS = {
     "platform": 2,
     "observe": 2,
     "planner": 3,
+    "advisor": 4,
     "elastic": 4,
     "engine": 4,
     "adapters": 4,
+    "policies": 5,
     "transition": 5,
     "plugin": 6,
     "launch": 6,
     "cli": 6,
 }
 # Geometry and planning are plain arithmetic: they run anywhere, in a helper process or a report.
-WITHOUT_TORCH = {"", "errors", "layout", "config", "vps", "shapes", "planner"}
+WITHOUT_TORCH = {
+    "",
+    "errors",
+    "layout",
+    "config",
+    "vps",
+    "shapes",
+    "planner",
+    "advisor",
+    "policies",
+}
 WITH_MEGATRON = {"adapters", "plugin", "platform"}
 
 

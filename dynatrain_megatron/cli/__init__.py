@@ -17,6 +17,7 @@ from dynatrain_megatron.errors import DynaTrainError
 
 COMMANDS = {
     "demo": "dynatrain_megatron.cli.demo",
+    "layouts": "dynatrain_megatron.cli.layouts",
     "report": "dynatrain_megatron.cli.report",
     "store": "dynatrain_megatron.cli.store",
 }

@@ -50,11 +50,13 @@ class LatentAttention:
 class Experts:
     """``count`` experts in every layer from ``first_layer`` on, and a shared one of ``shared_ffn``.
 
-    ``ffn`` is the hidden size of each; ``bias`` says that the router keeps an expert bias.
+    ``ffn`` is the hidden size of each, ``topk`` how many of them a token goes through; ``bias``
+    says that the router keeps an expert bias.
     """
 
     count: int
     ffn: int
+    topk: int = 2
     first_layer: int = 0
     shared_ffn: int = 0
     bias: bool = False
@@ -64,7 +66,8 @@ class Experts:
 class Model:
     """A decoder of the Llama family: RMSNorm, SwiGLU, no biases.
 
-    ``vocab`` is the padded vocabulary. ``head`` is the size of an attention head.
+    ``vocab`` is the padded vocabulary. ``head`` is the size of an attention head. Without ``gated``
+    MLPs have a plain activation in place of SwiGLU.
     """
 
     num_layers: int
@@ -75,6 +78,7 @@ class Model:
     head: int
     vocab: int
     tied: bool = False
+    gated: bool = True
     latent: LatentAttention | None = None
     experts: Experts | None = None
 
@@ -82,6 +86,11 @@ class Model:
     def numel(self) -> int:
         """Parameters of the whole model."""
         return sum(p.numel for p in self.parameters() if not p.buffer)
+
+    @property
+    def halves(self) -> int:
+        """How many matrices of an MLP's first layer lie in one parameter: SwiGLU has two."""
+        return 2 if self.gated else 1
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter, each once."""
@@ -140,20 +149,22 @@ class Model:
             yield self._of_layer(number, f"self_attention.{name}", shape, cut)
 
     def _mlp(self, number: int, prefix: str, ffn: int) -> Iterator[Parameter]:
-        hidden = self.hidden
-        yield self._of_layer(number, f"{prefix}.linear_fc1.weight", (2 * ffn, hidden), 0, halves=2)
+        hidden, halves = self.hidden, self.halves
+        width = halves * ffn
+        yield self._of_layer(number, f"{prefix}.linear_fc1.weight", (width, hidden), 0, halves)
         yield self._of_layer(number, f"{prefix}.linear_fc2.weight", (hidden, ffn), 1)
 
     def _expert_mlp(
         self, number: int, experts: Experts, chosen: range | None
     ) -> Iterator[Parameter]:
         hidden, ffn = self.hidden, experts.ffn
+        width = self.halves * ffn
         yield self._of_layer(number, "mlp.router.weight", (experts.count, hidden))
         if experts.bias:
             yield self._of_layer(number, "mlp.router.expert_bias", (experts.count,), buffer=True)
         for expert in range(experts.count) if chosen is None else chosen:
             for name, shape, cut, halves in (
-                ("mlp.experts.experts.linear_fc1.weight", (2 * ffn, hidden), 0, 2),
+                ("mlp.experts.experts.linear_fc1.weight", (width, hidden), 0, self.halves),
                 ("mlp.experts.experts.linear_fc2.weight", (hidden, ffn), 1, 1),
             ):
                 found = self._of_layer(number, name, shape, cut, halves)
@@ -208,11 +219,13 @@ MODELS = {
     ),
     "235B": Model(  # Qwen 3, a mixture of experts
         num_layers=94, hidden=4096, ffn=12_288, heads=64, groups=4, head=128, vocab=151_936,
-        experts=Experts(count=128, ffn=1536),
+        experts=Experts(count=128, ffn=1536, topk=8),
     ),
     "671B": Model(  # DeepSeek-V3, a mixture of experts; without its MTP layer
         num_layers=61, hidden=7168, ffn=18_432, heads=128, groups=128, head=128, vocab=129_280,
         latent=LatentAttention(q_rank=1536, kv_rank=512, qk_head=128, rope_head=64, v_head=128),
-        experts=Experts(count=256, ffn=2048, first_layer=3, shared_ffn=2048, bias=True),
+        experts=Experts(
+            count=256, ffn=2048, topk=8, first_layer=3, shared_ffn=2048, bias=True
+        ),
     ),
 }  # fmt: skip

@@ -26,7 +26,8 @@ from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import LAYOUT_KEYS
 
 KEYS = (
-    "source", "target", "switch_at", "schedule", "run_dir", "platform", "topology", "on_refusal",
+    "source", "target", "switch_at", "schedule", "policy", "run_dir", "platform", "topology",
+    "on_refusal",
     "engine.schedule", "engine.transport", "engine.placement", "engine.staging_mib",
     "engine.window_ops", "engine.promote", "engine.verify", "engine.keep_source",
     "engine.check_replicas", "engine.timeout_s", "elastic.cache_worlds", "record_steps",
@@ -94,7 +95,8 @@ def test_target_and_switch_at_are_a_schedule_of_one_step(
 def test_all_keys_at_once() -> None:
     config = compose(
         [
-            "source=tp2-dp2", "target=pp4", "switch_at=3", "run_dir=out/run-1", "platform=cpu",
+            "source=tp2-dp2", "target=pp4", "switch_at=3", "policy=my.rules:decide",
+            "run_dir=out/run-1", "platform=cpu",
             "on_refusal=fail", "engine.schedule=ring", "engine.transport=vm",
             "engine.placement=best", "topology=cluster.yaml",
             "engine.staging_mib=1", "engine.window_ops=2", "engine.verify=off",
@@ -107,6 +109,7 @@ def test_all_keys_at_once() -> None:
         source="tp2-dp2",
         target="pp4",
         switch_at=3,
+        policy="my.rules:decide",
         run_dir="out/run-1",
         platform=PlatformChoice.cpu,
         topology="cluster.yaml",
@@ -229,6 +232,12 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("platform=null", "auto, cuda or cpu"),
         ("on_refusal=stop", "continue or fail"),
         ("engine.schedule=tree", "direct, xor, ring or auto"),
+        ("policy=follow_capacity", "package.module:function, or null"),
+        ("policy=my rules:decide", "package.module:function, or null"),
+        ("policy=a.b:f-1", "package.module:function, or null"),
+        ("policy=a/b.py:f", "package.module:function, or null"),
+        ("policy=''", "package.module:function, or null"),
+        ("policy={a: b}", "package.module:function, or null"),
         ("topology=null", "auto, or the path of a YAML file"),
         ("topology=''", "auto, or the path of a YAML file"),
         ("topology={node_width: 2}", "auto, or the path of a YAML file"),

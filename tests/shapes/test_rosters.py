@@ -23,6 +23,9 @@ TINY = Model(num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=
 TINY_TIED = Model(
     num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024, tied=True
 )
+TINY_PLAIN = Model(
+    num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024, gated=False
+)
 TINY_MOE = Model(
     num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024,
     experts=Experts(count=8, ffn=48),
@@ -59,6 +62,9 @@ CASES = {
         ("tp2-pp2-dp3", "tp4-cp2", "pp2-vpp2-dp2-tp2", "dp4-instances2", "tp2-dp2-noopt"),
     ),
     "other rank orders": Case(LLAMA, TINY, ("tp2-pp2-dp4-order:tp.cp.ep.pp.dp",)),
+    "a plain activation": Case(
+        [flag for flag in LLAMA if flag != "--swiglu"], TINY_PLAIN, ("tp2-pp2-dp2",)
+    ),
     "tied": Case(TIED, TINY_TIED, ("pp4-dp2", "dp2", "tp2-pp2-noopt")),
     "buckets": Case([*LLAMA, *BUCKETS], TINY, ("dp4", "tp2-pp2-dp3"), 20_000),
     "experts": Case(

@@ -1,0 +1,307 @@
+"""A job's workload from Megatron's flags, or from its arguments while it runs.
+
+:func:`read_flags` reads the few flags that memory and time depend on, with Megatron's names and
+defaults but without Megatron; all others are passed over. :func:`workload_of` takes what it returns
+or a running job's own arguments. Biases, norms' biases and learned positions, a few parameters in
+ten thousand, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from dynatrain_megatron.advisor.workload import ElementBytes, Recompute, Workload
+from dynatrain_megatron.errors import ConfigError
+from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.shapes import Model
+from dynatrain_megatron.shapes.models import Experts, LatentAttention
+
+_FLOAT32, _HALF = 4, 2
+
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
+_COUNTS: dict[str, int | None] = {
+    **dict.fromkeys(_NEEDED),
+    "num_query_groups": 1,
+    "ffn_hidden_size": None,
+    "kv_channels": None,
+    "vocab_size": None,
+    "make_vocab_size_divisible_by": 128,
+    "seq_length": None,
+    "global_batch_size": None,
+    "micro_batch_size": 1,
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_topk": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "mtp_num_layers": None,
+    "tensor_model_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+}
+_SWITCHES = (
+    *("group_query_attention", "swiglu", "untie_embeddings_and_output_weights"),
+    *("multi_latent_attention", "moe_router_enable_expert_bias", "sequence_parallel"),
+    *("use_distributed_optimizer", "use_tp_pp_dp_mapping", "bf16", "fp16", "grad_reduce_in_bf16"),
+    *("accumulate_allreduce_grads_in_fp32", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "recompute_activations"),
+)
+_TEXTS = {
+    "moe_layer_freq": "1",
+    "optimizer": "adam",
+    "recompute_granularity": None,
+    "transformer_impl": "transformer_engine",
+    "attention_backend": "auto",
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+}
+_SGD_MOMENTUM = 0.9
+_LARGEST = 1 << 40  # more than any size; keeps products printable
+_MOST_LAYERS = 10_000
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"Megatron flags: {message}")
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags that count, under Megatron's names; raises ConfigError for values of no use."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for name, count in _COUNTS.items():
+        parser.add_argument(_flag(name), type=_count, default=count)
+    for name in _SWITCHES:
+        parser.add_argument(_flag(name), action="store_true")
+    for name, text in _TEXTS.items():
+        parser.add_argument(_flag(name), default=text)
+    parser.add_argument(_flag("sgd_momentum"), type=float, default=_SGD_MOMENTUM)
+    args, _ = parser.parse_known_args(list(argv))
+    needed = (*_NEEDED, "vocab_size", "seq_length")
+    missing = [_flag(name) for name in needed if getattr(args, name) is None]
+    if missing:
+        raise ConfigError(
+            f"Megatron flags: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
+            f"memory cannot be estimated without. The flags of the job follow --"
+        )
+    if args.recompute_activations and args.recompute_granularity is None:
+        args.recompute_granularity = "selective"
+    return args
+
+
+def layout_options(args: Any) -> ParallelLayout:
+    """The options of the flags' layout that its degrees do not change, on as few ranks as have tp.
+
+    For :func:`advisor.feasible` as ``base``.
+    """
+    tp, instances = args.tensor_model_parallel_size, args.num_distributed_optimizer_instances
+    return ParallelLayout(
+        tp=tp,
+        dp=instances,
+        sp=args.sequence_parallel and tp > 1,
+        dist_opt=args.use_distributed_optimizer,
+        instances=instances,
+        mbs=args.micro_batch_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def workload_of(args: Any) -> Workload:
+    """The workload of arguments as Megatron names them, of :func:`read_flags` or of a job.
+
+    Raises ConfigError for models whose memory is not estimated: Hybrid ones, multi-token
+    prediction, dense layers between expert layers.
+    """
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_num_layers"):
+        value = getattr(args, name, None)
+        if value:
+            raise ConfigError(
+                f"{_flag(name)} {value}: the memory of such a model is not estimated; leave it out "
+                f"for an estimate without it, or name layouts yourself"
+            )
+    gated = bool(args.swiglu)
+    ffn = args.ffn_hidden_size or _default_ffn(args.hidden_size, gated)
+    heads = args.num_attention_heads
+    model = Model(
+        num_layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=ffn,
+        heads=heads,
+        groups=args.num_query_groups if args.group_query_attention else heads,
+        head=args.kv_channels or max(1, args.hidden_size // heads),
+        vocab=_padded_vocab(args),
+        tied=not args.untie_embeddings_and_output_weights,
+        gated=gated,
+        latent=_latent(args),
+        experts=_experts(args, ffn),
+    )
+    return Workload(
+        model=model,
+        seq_length=args.seq_length,
+        global_batch_size=args.global_batch_size,
+        recompute=Recompute(_granularity(args)),
+        keeps_scores=_unfused(args),
+        element_bytes=_element_bytes(args),
+        uneven_pipeline=_uneven(args),
+    )
+
+
+def _default_ffn(hidden: int, gated: bool) -> int:
+    """Megatron's own rule."""
+    return max(64, int(4 * hidden * 2 / 3) // 64 * 64) if gated else 4 * hidden
+
+
+def _padded_vocab(args: Any) -> int:
+    padded = getattr(args, "padded_vocab_size", None)
+    if padded:
+        return int(padded)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return math.ceil(args.vocab_size / multiple) * multiple
+
+
+def _latent(args: Any) -> LatentAttention | None:
+    if not args.multi_latent_attention:
+        return None
+    if args.q_lora_rank is None:
+        raise ConfigError(
+            "--multi-latent-attention without --q-lora-rank: the memory of such a model is not "
+            "estimated; give --q-lora-rank, or name layouts yourself"
+        )
+    return LatentAttention(
+        q_rank=args.q_lora_rank,
+        kv_rank=args.kv_lora_rank,
+        qk_head=args.qk_head_dim,
+        rope_head=args.qk_pos_emb_head_dim,
+        v_head=args.v_head_dim,
+    )
+
+
+def _experts(args: Any, ffn: int) -> Experts | None:
+    if args.num_experts is None:
+        return None
+    return Experts(
+        count=args.num_experts,
+        ffn=args.moe_ffn_hidden_size or ffn,
+        topk=args.moe_router_topk,
+        first_layer=_first_expert_layer(args.moe_layer_freq, args.num_layers),
+        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        bias=bool(args.moe_router_enable_expert_bias),
+    )
+
+
+def _first_expert_layer(freq: Any, num_layers: int) -> int:
+    """How many dense layers precede those with experts; refuses patterns that mix them."""
+    pattern = _pattern(freq) if isinstance(freq, str) else freq
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(min(num_layers, _MOST_LAYERS))]
+    if len(pattern) != min(num_layers, _MOST_LAYERS):
+        raise ConfigError(
+            f"--moe-layer-freq {freq!s:.100} names {len(pattern)} layers, but --num-layers is "
+            f"{num_layers}"
+        )
+    first = pattern.index(1) if 1 in pattern else len(pattern)
+    if first == len(pattern) or 0 in pattern[first:]:
+        raise ConfigError(
+            f"--moe-layer-freq {freq!s:.100}: memory is estimated for dense layers followed by "
+            f"layers with experts only, such as ([0]*3+[1]*58); name layouts yourself"
+        )
+    return first
+
+
+def _pattern(text: str) -> int | list[int]:
+    """The number, or the list of zeros and ones, that a text of numbers, lists, + and * means."""
+    try:
+        found = _value(ast.parse(text.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f"--moe-layer-freq {text!r:.100} cannot be read; write a number, or a list such as "
+            f"([0]*3+[1]*58)"
+        ) from error
+    return found
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    match node:
+        case ast.Constant(value=int(number)) if type(number) is int and 0 < number <= _MOST_LAYERS:
+            return number
+        case ast.List(elts=items):
+            kinds = [item.value if isinstance(item, ast.Constant) else None for item in items]
+            if all(type(kind) is int and kind in (0, 1) for kind in kinds):
+                return [kind for kind in kinds if isinstance(kind, int)]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            one, other = _value(left), _value(right)
+            if isinstance(one, list) and isinstance(other, list):
+                return _short(one + other)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            one, times = _value(left), _value(right)
+            if isinstance(one, list) and isinstance(times, int):
+                return _short(one * times)
+    raise ValueError(ast.dump(node))
+
+
+def _short(layers: list[int]) -> list[int]:
+    if len(layers) > _MOST_LAYERS:
+        raise ValueError(f"{len(layers)} layers")
+    return layers
+
+
+def _granularity(args: Any) -> str:
+    text = args.recompute_granularity or Recompute.none
+    if text not in tuple(Recompute):
+        raise ConfigError(f"--recompute-granularity {text!r:.100} must be selective or full")
+    return str(text)
+
+
+def _unfused(args: Any) -> bool:
+    backend = getattr(args, "attention_backend", "auto")
+    unfused = str(getattr(backend, "name", backend)) in ("local", "unfused")
+    return unfused or getattr(args, "transformer_impl", None) == "local"
+
+
+def _element_bytes(args: Any) -> ElementBytes:
+    optimizers = {"adam": 2 * _FLOAT32, "sgd": _FLOAT32 if args.sgd_momentum else 0}
+    if args.optimizer not in optimizers:
+        raise ConfigError(
+            f"--optimizer {args.optimizer!r:.100}: its memory is not estimated; adam and sgd are"
+        )
+    moments = optimizers[args.optimizer]
+    if not (args.bf16 or args.fp16):  # the optimizer updates the parameters themselves
+        return ElementBytes(param=_FLOAT32, grad=_FLOAT32, optimizer=moments)
+    accumulates = args.accumulate_allreduce_grads_in_fp32 or args.bf16
+    half = not accumulates or (args.bf16 and args.grad_reduce_in_bf16)
+    return ElementBytes(param=_HALF, grad=_HALF if half else _FLOAT32, optimizer=_FLOAT32 + moments)
+
+
+def _uneven(args: Any) -> bool:
+    """Whether the launch's flags place layers; a string of its own is of its own pp and vpp."""
+    return any(
+        getattr(args, name, None)
+        for name in (
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        )
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _count(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a whole number of at least 1")
+    return number
