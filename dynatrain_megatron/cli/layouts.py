@@ -49,6 +49,8 @@ _UNITS = {
     "TiB": 1 << 40,
 }
 _GIB = 1 << 30
+_PARTS = ("weights", "grads", "optimizer", "activations")
+_WAITS = ("bubble", "tp", "cp", "ep", "pp", "dp")
 
 
 class NoLayout(DynaTrainError):
@@ -80,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus-per-node",
         type=_count,
         metavar="N",
-        help="tensor parallel groups stay within a node (default: 8, or fewer GPUs where there are)",
+        help="tensor parallel groups stay within a node (default: 8, or --gpus if fewer)",
     )
     parser.add_argument(
         "--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}"
@@ -184,37 +186,32 @@ def print_table(console: Console, asked: Question, found: Advised, top: int) -> 
     workload, machine = asked.workload, asked.machine
     batch = workload.global_batch_size or "about 4 Mi tokens"
     limit = "" if machine.usable_bytes is None else f", {_gib(machine.usable_bytes)} GiB usable"
-    lines = [
+    console.print(
         f"{workload.model.numel / 1e9:.1f}B parameters on {asked.world} GPUs, "
         f"{machine.gpus_per_node} a node{limit}; sequences of {workload.seq_length}, "
-        f"global batch {batch}, recompute {workload.recompute}"
-    ]
+        f"global batch {batch}, recompute {workload.recompute}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    shown = found.fitting[:top]
+    waits = [name for name in _WAITS if any(getattr(one.step, name) for one in shown)]
     table = Table(box=None, pad_edge=False)
     table.add_column("layout", overflow="fold")
-    for name in ("µbatches", "GiB", "weights", "grads", "optimizer", "activations", "step"):
+    for name in ("µbatches", "GiB", *_PARTS, "step", *waits):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("bubble", "tp", "cp", "ep", "pp", "dp"):
-        table.add_column(name, justify="right", no_wrap=True)
-    best = found.fitting[0].step.total
-    for one in found.fitting[:top]:
+    for one in shown:
         memory, step = one.memory, one.step
-        parts = (memory.total, memory.weights, memory.grads, memory.optimizer, memory.activations)
-        waits = (step.bubble, step.tp, step.cp, step.ep, step.pp, step.dp)
         table.add_row(
             str(one.layout),
             str(one.num_microbatches),
-            *(_gib(part) for part in parts),
-            f"{step.total / best:.2f} ×",
-            *(f"{part / step.total:.0%}" if part else "" for part in waits),
+            _gib(memory.total),
+            *(_gib(getattr(memory, part)) for part in _PARTS),
+            f"{step.total / shown[0].step.total:.2f} ×",
+            *(f"{getattr(step, name) / step.total:.0%}" for name in waits),
         )
-    more = len(found.fitting) - top
-    tail = [f"{len(found.fitting)} layouts fit"] if more > 0 else []
-    tail += [f"{len(found.too_large)} do not"] if found.too_large else []
-    lines += [f"({', '.join(tail)}.)"] if tail else []
-    console.print(lines[0], soft_wrap=True, highlight=False)
     console.print(table, highlight=False)
-    for line in lines[1:]:
-        console.print(line, soft_wrap=True, highlight=False)
+    rest = f", {len(found.too_large)} do not" if found.too_large else ""
+    console.print(f"{len(found.fitting)} layouts fit{rest}.", highlight=False)
 
 
 def _why_none(asked: Question, found: Advised) -> str:
