@@ -1,6 +1,6 @@
 """Which layouts a number of ranks allows, and which of them are best.
 
-A layout's score is its predicted step time, times up to 1.2 where it leaves less than a fifth of
+A layout's score is its predicted step time, times up to 1.1 where it leaves less than a tenth of
 the usable memory free: an allocator that is short of memory costs time, and estimates err. The
 lowest score is best; of equal ones the layout with fewer model-parallel ranks.
 """
@@ -24,7 +24,7 @@ AXES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 """Degrees that may be varied; dp is what is left of the ranks."""
 
 _MOST_CHUNKS = 8  # more chunks a stage are hardly used
-_COMFORTABLE = 0.8  # share of the usable memory from which on it is short
+_COMFORTABLE = 0.9  # share of the usable memory from which on it is short
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ and the step, with m micro-batches and v chunks a stage::
     pp        m · v times a micro-batch's hidden states, forth and back
     dp        gradients once out, parameters once back: (d - 1) / d of both, dense and experts
 
-Nothing overlaps. Groups within a node use its links; what leaves a node shares the ways out of the
-group's ranks there. Tensor parallelism stays within a node by rule.
+Every exchange of a group of several ranks takes a latency as well. Nothing overlaps. Groups within
+a node use its links; what leaves a node shares the ways out of the group's ranks there. Tensor
+parallelism stays within a node by rule.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def predict_step(workload: Workload, layout: ParallelLayout, machine: Machine) -
     """The seconds of a step; a guess that serves to compare layouts of one workload."""
     stages = chunks_of(workload.model, layout)
     compute = _compute_s(workload, layout, machine, stages)
-    links = _Links(layout, machine)
+    links = _Links(machine)
     tp, cp, ep = _layer_traffic_s(workload, layout, links, stages)
     num_microbatches = workload.num_microbatches(layout)
     waits = (layout.pp - 1) / (layout.vpp or 1)
@@ -108,37 +109,39 @@ def _layer_flop(model: Model, seq_length: int, expert: bool) -> float:
 
 
 class _Links:
-    """Seconds that a rank's bytes take to the other ranks of its group."""
+    """Seconds of one exchange in which a rank has so many bytes for its group; 0 for none."""
 
-    def __init__(self, layout: ParallelLayout, machine: Machine) -> None:
-        self._layout = layout
+    def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
     def near(self, nbytes: float) -> float:
         """Within a node."""
-        return nbytes / (self._machine.near_gb_s * 1e9)
-
-    def far(self, nbytes: float) -> float:
-        """From a rank to another node."""
-        return nbytes / (self._machine.far_gb_s * 1e9)
+        return self._seconds(nbytes, 0)
 
     def ring(self, nbytes: float, stride: int, span: int) -> float:
         """In a group whose ranks are ``stride`` apart and reach over ``span`` ranks."""
         node = self._machine.gpus_per_node
         if span <= node:
-            return self.near(nbytes)
-        return max(self.near(nbytes), self.far(nbytes) / max(1, node // stride))
+            return self._seconds(nbytes, 0)
+        ways_out = max(1, node // stride)
+        return max(self._seconds(nbytes, 0), self._seconds(0, nbytes / ways_out))
 
     def all_to_all(self, nbytes: float, span: int) -> float:
         """In a group that reaches over ``span`` ranks."""
-        node = self._machine.gpus_per_node
-        if span <= node:
-            return self.near(nbytes)
-        return self.near(nbytes * node / span) + self.far(nbytes * (1 - node / span))
+        inside = min(1.0, self._machine.gpus_per_node / span)
+        return self._seconds(nbytes * inside, nbytes * (1 - inside))
 
     def neighbour(self, nbytes: float, distance: int) -> float:
         """To the rank that is ``distance`` away."""
-        return self.near(nbytes) if distance < self._machine.gpus_per_node else self.far(nbytes)
+        near = distance < self._machine.gpus_per_node
+        return self._seconds(nbytes, 0) if near else self._seconds(0, nbytes)
+
+    def _seconds(self, near_bytes: float, far_bytes: float) -> float:
+        if not (near_bytes or far_bytes):
+            return 0.0
+        machine = self._machine
+        wire = near_bytes / (machine.near_gb_s * 1e9) + far_bytes / (machine.far_gb_s * 1e9)
+        return machine.latency_s + wire
 
 
 def _layer_traffic_s(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -114,11 +113,13 @@ def layout_options(args: Any) -> ParallelLayout:
     )
 
 
-def workload_of(args: Any) -> Workload:
+def workload_of(args: Any, launched: Any = None) -> Workload:
     """The workload of arguments as Megatron names them, of :func:`read_flags` or of a job.
 
-    Raises ConfigError for models whose memory is not estimated: Hybrid ones, multi-token
-    prediction, dense layers between expert layers.
+    A job's own may have lost the flags that place layers on stages, which mean nothing in some
+    layouts: they are then those of ``launched``, the flags as parsed at launch. Raises ConfigError
+    for models whose memory is not estimated: Hybrid ones, multi-token prediction, dense layers
+    between expert layers, latent attention without a query rank, optimizers but Adam and SGD.
     """
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_num_layers"):
         value = getattr(args, name, None)
@@ -150,7 +151,7 @@ def workload_of(args: Any) -> Workload:
         recompute=Recompute(_granularity(args)),
         keeps_scores=_unfused(args),
         element_bytes=_element_bytes(args),
-        uneven_pipeline=_uneven(args),
+        uneven_pipeline=_uneven(args if launched is None else launched),
     )
 
 
@@ -163,8 +164,8 @@ def _padded_vocab(args: Any) -> int:
     padded = getattr(args, "padded_vocab_size", None)
     if padded:
         return int(padded)
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return math.ceil(args.vocab_size / multiple) * multiple
+    multiple = int(args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)
+    return -(-int(args.vocab_size) // multiple) * multiple
 
 
 def _latent(args: Any) -> LatentAttention | None:

@@ -2,13 +2,13 @@
 
 Where the stages do not divide the layers the middle ones take what is over: the first stage has
 the embedding and the most micro-batches in flight, the last one has the output layer. Megatron
-wants such a pipeline spelled out; six layers on four stages are ``Et|tt|tt|tL``.
+wants such a pipeline spelled out; six layers on four stages are ``Et|t*2|t*2|tL``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,10 +26,13 @@ def split_layers(num_layers: int, num_stages: int) -> list[int]:
     return [few + (stage in fuller) for stage in range(num_stages)]
 
 
-def pipeline_text(counts: Iterable[int]) -> str:
+def pipeline_text(counts: Sequence[int]) -> str:
     """Megatron's pipeline layout string for so many layers on each stage."""
-    inner = "|".join("t" if count == 1 else f"t*{count}" for count in counts)
-    return f"E{inner}L"
+    first, *middle = ("t" if count == 1 else f"t*{count}" for count in counts)
+    last = middle.pop() if middle else ""
+    runs = ((stage, len(list(group))) for stage, group in itertools.groupby(middle))
+    inner = "".join(f"({stage}|)*{n}" if n > 2 else f"{stage}|" * n for stage, n in runs)
+    return f"E{first}|{inner}{last}L" if last else f"E{first}L"
 
 
 @dataclass(frozen=True, slots=True)

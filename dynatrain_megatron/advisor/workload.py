@@ -92,8 +92,9 @@ class Machine:
     """One rank's GPU and its links; predictions are as rough as these figures.
 
     ``memory_bytes`` is a GPU's, None where it does not matter. ``near_gb_s`` is the rate between
-    GPUs of a node each way, ``far_gb_s`` that of one GPU's way out of it. The defaults are round
-    figures of a node with NVLink and an adapter for each GPU; only their ratios rank layouts.
+    GPUs of a node each way, ``far_gb_s`` that of one GPU's way out of it, ``latency_s`` what an
+    exchange takes however small. The defaults are round figures of a node with NVLink and an
+    adapter for each GPU; only their ratios rank layouts.
     """
 
     memory_bytes: int | None = None
@@ -101,6 +102,7 @@ class Machine:
     tflops: float = 400.0
     near_gb_s: float = 200.0
     far_gb_s: float = 25.0
+    latency_s: float = 20e-6
 
     @property
     def usable_bytes(self) -> int | None:

@@ -6,7 +6,7 @@ The model is a preset, or what a job's own Megatron flags say, given after --:
     dynatrain layouts --gpus 12 --memory 80GiB -- --num-layers 32 --hidden-size 4096 …
 
 Memory is that of the fullest rank: parameters, gradients and optimizer exact, activations
-estimated. Times are rough predictions for putting layouts in order, relative to the best one. See
+estimated. The score is a rough prediction of a step's time, relative to the best layout's. See
 docs/layouts.md for the formulas. Exit code 1: no layout is possible, or none fits.
 """
 
@@ -50,6 +50,7 @@ _UNITS = {
 }
 _GIB = 1 << 30
 _PARTS = ("weights", "grads", "optimizer", "activations")
+_SHOWN = 0.005  # of a step; what is below in all layouts has no column
 _WAITS = ("bubble", "tp", "cp", "ep", "pp", "dp")
 
 
@@ -194,24 +195,29 @@ def print_table(console: Console, asked: Question, found: Advised, top: int) -> 
         highlight=False,
     )
     shown = found.fitting[:top]
-    waits = [name for name in _WAITS if any(getattr(one.step, name) for one in shown)]
+    waits = [name for name in _WAITS if any(_share(one, name) >= _SHOWN for one in shown)]
     table = Table(box=None, pad_edge=False)
     table.add_column("layout", overflow="fold")
-    for name in ("µbatches", "GiB", *_PARTS, "step", *waits):
+    for name in ("µbatches", "GiB", *_PARTS, "score", *waits):
         table.add_column(name, justify="right", no_wrap=True)
     for one in shown:
-        memory, step = one.memory, one.step
+        memory = one.memory
         table.add_row(
             str(one.layout),
             str(one.num_microbatches),
             _gib(memory.total),
             *(_gib(getattr(memory, part)) for part in _PARTS),
-            f"{step.total / shown[0].step.total:.2f} ×",
-            *(f"{getattr(step, name) / step.total:.0%}" for name in waits),
+            f"{one.score / shown[0].score:.2f}",
+            *(f"{_share(one, name):.0%}" for name in waits),
         )
     console.print(table, highlight=False)
     rest = f", {len(found.too_large)} do not" if found.too_large else ""
     console.print(f"{len(found.fitting)} layouts fit{rest}.", highlight=False)
+
+
+def _share(one: Advice, name: str) -> float:
+    """The part of a step's predicted time that is spent so."""
+    return float(getattr(one.step, name)) / one.step.total
 
 
 def _why_none(asked: Question, found: Advised) -> str:

@@ -11,7 +11,7 @@ from dynatrain_megatron.layout import ParallelLayout, read_changes
 from dynatrain_megatron.policies.contract import Answer, Policy, PolicyContext, as_changes
 
 FOLLOWED_AXES = ("tp", "pp", "ep")
-"""What follow_capacity varies beside dp; other degrees stay where they are possible."""
+"""What follow_capacity varies beside dp; other degrees are the launch's where possible."""
 
 
 def schedule(context: PolicyContext) -> Answer:

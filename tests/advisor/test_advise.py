@@ -102,11 +102,13 @@ def test_no_axis_of_another_name() -> None:
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "counts", "text"),
     [
-        (6, 4, [1, 2, 2, 1], "Et|tt|tt|tL"),
-        (7, 4, [2, 2, 2, 1], "Ett|tt|tt|tL"),
+        (6, 4, [1, 2, 2, 1], "Et|t*2|t*2|tL"),
+        (7, 4, [2, 2, 2, 1], "Et*2|t*2|t*2|tL"),
         (61, 4, [15, 15, 16, 15], "Et*15|t*15|t*16|t*15L"),
-        (3, 2, [2, 1], "Ett|tL"),
+        (3, 2, [2, 1], "Et*2|tL"),
         (5, 1, [5], "Et*5L"),
+        (9, 8, [1, 1, 1, 1, 1, 1, 2, 1], "Et|(t|)*5t*2|tL"),
+        (13, 8, [1, 1, 2, 2, 2, 2, 2, 1], "Et|t|(t*2|)*5tL"),
     ],
 )
 def test_layers_that_do_not_divide(
@@ -114,7 +116,7 @@ def test_layers_that_do_not_divide(
 ) -> None:
     found = split_layers(num_layers, num_stages)
     assert (found, sum(found)) == (counts, num_layers)
-    assert pipeline_text(found).replace("t*2", "tt") == text
+    assert pipeline_text(found) == text
 
 
 @pytest.mark.host
@@ -129,7 +131,7 @@ def test_megatron_reads_the_pipelines() -> None:
         read = PipelineParallelLayerLayout(pipeline_text(counts), pp)
         read.validate_layer_layout(num_layers, 0)
         assert counts == [
-            read.get_num_layers_to_build(LayerType.decoder, chunk, stage)
+            read.layout[stage][chunk].count(LayerType.decoder)
             for chunk in range(vpp)
             for stage in range(pp)
         ]
@@ -168,14 +170,14 @@ def test_a_small_model_is_only_replicated_and_a_large_one_is_cut() -> None:
     assert experts.ep > 1
 
 
-def test_little_room_costs_at_most_a_fifth() -> None:
+def test_little_room_costs_at_most_a_tenth() -> None:
     layout = ParallelLayout(tp=8, dp=1, sp=True)
     free = judge(LLAMA, layout, Machine())
     scores = [
         judge(LLAMA, layout, Machine(memory_bytes=gib * GIB)).score / free.score
         for gib in (1, 20, 26, 200)
     ]
-    assert scores[0] == pytest.approx(1.2) and scores[-1] == 1
+    assert scores[0] == pytest.approx(1.1) and scores[-1] == 1
     assert scores == sorted(scores, reverse=True)
 
 
@@ -187,8 +189,12 @@ def test_the_same_question_has_the_same_answer() -> None:
 # ---------------------------------------------------------------- time
 
 
-def cost(layout: str, workload: Workload = LLAMA, **machine: float) -> dict[str, float]:
-    step = predict_step(workload, ParallelLayout.parse(layout), Machine(**machine))  # type: ignore[arg-type]
+def cost(
+    layout: str, workload: Workload = LLAMA, latency_s: float = 0, **machine: float
+) -> dict[str, float]:
+    step = predict_step(
+        workload, ParallelLayout.parse(layout), Machine(latency_s=latency_s, **machine)
+    )  # type: ignore[arg-type]
     return {
         name: getattr(step, name) for name in ("compute", "bubble", "tp", "cp", "ep", "pp", "dp")
     }
@@ -225,6 +231,17 @@ def test_traffic_by_hand() -> None:
     assert cost("dp8")["dp"] < cost("tp2-dp8-sp")["dp"] * 2
     pieces = cost("cp8")
     assert pieces["cp"] == pytest.approx(m * 32 * 3 * 7 * (4096 / 8 * 2 * 4096 * 2) / near)
+
+
+def test_every_exchange_takes_its_latency() -> None:
+    without, slow = cost("tp2-pp2-cp2-sp"), cost("tp2-pp2-cp2-sp", latency_s=1.0)
+    more = {name: slow[name] - without[name] for name in slow}
+    m, layers = 512, 16
+    assert more["tp"] == pytest.approx(m * layers * 4) and more["cp"] == pytest.approx(
+        m * layers * 3
+    )
+    assert more["bubble"] == pytest.approx(layers * 7) and more["pp"] == pytest.approx(m * 2)
+    assert more["dp"] == pytest.approx(1) and more["compute"] == more["ep"] == 0
 
 
 def test_experts_far_apart_cost_more_than_near_ones() -> None:

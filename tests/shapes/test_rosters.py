@@ -24,7 +24,7 @@ TINY_TIED = Model(
     num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024, tied=True
 )
 TINY_PLAIN = Model(
-    num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024, gated=False
+    num_layers=8, hidden=64, ffn=256, heads=8, groups=4, head=8, vocab=1024, gated=False
 )
 TINY_MOE = Model(
     num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024,
