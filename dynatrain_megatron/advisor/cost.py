@@ -2,8 +2,9 @@
 
 A stage needs for a micro-batch, T = its tokens on a rank::
 
-    compute   T · FLOP of the slowest stage's layers / tp / FLOP/s; backward is twice forward, and
-              full recomputation one forward more
+    compute   T · FLOP of its layers / tp / FLOP/s; backward is twice forward, and full
+              recomputation one forward more. Or, where that is longer, moving parameters once a
+              pass and gradients in and out. The slowest stage counts
     tp        4 all-reduces a dense layer, 2 an expert layer: each 2 (tp - 1) / tp · T · hidden;
               4 exchanges an expert layer over etp: each (etp - 1) / tp · T · topk · hidden
     ep        4 all-to-alls an expert layer: each (ep - 1) / ep · T / tp · topk · hidden
@@ -25,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from dynatrain_megatron.advisor.stages import Stages, chunk_held, chunks_of, embedding_held
+from dynatrain_megatron.advisor.stages import Chunk, Stages, chunk_held, chunks_of, embedding_held
 from dynatrain_megatron.advisor.workload import Machine, Recompute, Workload
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes import Model
@@ -74,19 +75,31 @@ def _compute_s(
     workload: Workload, layout: ParallelLayout, machine: Machine, stages: Stages
 ) -> float:
     """Seconds of a micro-batch in the slowest stage, forward and backward."""
-    model = workload.model
-    passes = 4 if workload.recompute is Recompute.full else 3
+    model, size = workload.model, workload.element_bytes
+    forwards = 2 if workload.recompute is Recompute.full else 1
     seq = workload.seq_length
     dense, expert = (_layer_flop(model, seq, expert) for expert in (False, True))
-    slowest = max(
-        sum(
-            passes * (chunk.dense_layers * dense + chunk.expert_layers * expert)
+    tokens = workload.microbatch_tokens(layout) / layout.tp
+    slowest = 0.0
+    for chunks in stages:
+        flop = sum(
+            (forwards + 2) * (chunk.dense_layers * dense + chunk.expert_layers * expert)
             + (3 * 2 * model.vocab * model.hidden if chunk.last else 0)
             for chunk in chunks
         )
-        for chunks in stages
-    )
-    return workload.microbatch_tokens(layout) * slowest / (layout.tp * machine.tflops * 1e12)
+        element_bytes = (forwards + 1) * size.param + 2 * size.grad
+        moved = element_bytes * _numel(model, layout, chunks)
+        seconds = max(tokens * flop / (machine.tflops * 1e12), moved / (machine.memory_gb_s * 1e9))
+        slowest = max(slowest, seconds)
+    return slowest
+
+
+def _numel(model: Model, layout: ParallelLayout, chunks: tuple[Chunk, ...]) -> int:
+    """Parameters of a rank of a stage, without the embedding, of which few rows are read."""
+    held = [chunk_held(model, c, layout.tp, layout.ep, layout.expert_tp) for c in chunks]
+    embedding = embedding_held(model, layout.tp).numel
+    spared = embedding if not model.tied and any(chunk.first for chunk in chunks) else 0
+    return sum(one.dense.numel + one.expert.numel for one in held) - spared
 
 
 @lru_cache(maxsize=64)

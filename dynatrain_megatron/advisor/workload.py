@@ -91,15 +91,16 @@ class Workload:
 class Machine:
     """One rank's GPU and its links; predictions are as rough as these figures.
 
-    ``memory_bytes`` is a GPU's, None where it does not matter. ``near_gb_s`` is the rate between
-    GPUs of a node each way, ``far_gb_s`` that of one GPU's way out of it, ``latency_s`` what an
-    exchange takes however small. The defaults are round figures of a node with NVLink and an
-    adapter for each GPU; only their ratios rank layouts.
+    ``memory_bytes`` is a GPU's, None where it does not matter, ``memory_gb_s`` its rate.
+    ``near_gb_s`` is the rate between GPUs of a node each way, ``far_gb_s`` that of one GPU's way
+    out of it, ``latency_s`` what an exchange takes however small. The defaults are round figures of
+    a node with NVLink and an adapter for each GPU; only their ratios rank layouts.
     """
 
     memory_bytes: int | None = None
     gpus_per_node: int = 8
     tflops: float = 400.0
+    memory_gb_s: float = 2500.0
     near_gb_s: float = 200.0
     far_gb_s: float = 25.0
     latency_s: float = 20e-6

@@ -50,6 +50,7 @@ _UNITS = {
 }
 _GIB = 1 << 30
 _PARTS = ("weights", "grads", "optimizer", "activations")
+_ROOMY = 120  # columns of a terminal from which on there is room for the parts of memory
 _SHOWN = 0.005  # of a step; what is below in all layouts has no column
 _WAITS = ("bubble", "tp", "cp", "ep", "pp", "dp")
 
@@ -197,8 +198,9 @@ def print_table(console: Console, asked: Question, found: Advised, top: int) -> 
     shown = found.fitting[:top]
     waits = [name for name in _WAITS if any(_share(one, name) >= _SHOWN for one in shown)]
     table = Table(box=None, pad_edge=False)
-    table.add_column("layout", overflow="fold")
-    for name in ("µbatches", "GiB", *_PARTS, "score", *waits):
+    parts = _PARTS if console.width >= _ROOMY else ()
+    table.add_column("layout", overflow="fold", min_width=20)
+    for name in ("µbatches", "GiB", *parts, "score", *waits):
         table.add_column(name, justify="right", no_wrap=True)
     for one in shown:
         memory = one.memory
@@ -206,7 +208,7 @@ def print_table(console: Console, asked: Question, found: Advised, top: int) -> 
             str(one.layout),
             str(one.num_microbatches),
             _gib(memory.total),
-            *(_gib(getattr(memory, part)) for part in _PARTS),
+            *(_gib(getattr(memory, part)) for part in parts),
             f"{one.score / shown[0].score:.2f}",
             *(f"{_share(one, name):.0%}" for name in waits),
         )

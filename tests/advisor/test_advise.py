@@ -209,6 +209,14 @@ def test_compute_is_six_operations_a_parameter_and_token() -> None:
     assert found["compute"] == pytest.approx(tokens * (6 * matmuls + scores) / 100e12, rel=1e-3)
 
 
+def test_few_tokens_leave_a_gpu_waiting_for_its_memory() -> None:
+    short = replace(LLAMA, seq_length=16)
+    found = cost("dp8", short, tflops=1e6, memory_gb_s=1000.0)
+    model = MODELS["7B"]
+    moved = (model.numel - model.vocab * model.hidden) * (2 * 2 + 2 * 4)
+    assert found["compute"] == pytest.approx(512 / 8 * moved / 1e12, rel=1e-3)
+
+
 def test_the_bubble_is_that_of_the_schedule() -> None:
     plain, chunks = cost("pp4-dp2"), cost("pp4-vpp4-dp2")
     m = 512 / 2

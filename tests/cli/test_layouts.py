@@ -7,9 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from dynatrain_megatron.advisor import advise
 from dynatrain_megatron.cli import build_parser, main
-from dynatrain_megatron.cli.layouts import read_question
+from dynatrain_megatron.cli.layouts import print_table, read_question
 from dynatrain_megatron.errors import DynaTrainError
 from dynatrain_megatron.layout import ParallelLayout, read_changes
 
@@ -35,6 +37,15 @@ def test_a_table_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
         assert ParallelLayout.parse(row.split()[0]).world == 64
         assert float(row.split()[2]) <= 73.6
     assert " layouts fit, " in last and last.endswith(" do not.")
+
+
+def test_a_narrow_terminal_has_the_layouts_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    args = build_parser().parse_args(["layouts", *LLAMA])
+    asked = read_question(args)
+    found = advise(asked.workload, asked.world, asked.machine)
+    print_table(Console(width=80), asked, found, 2)
+    header, first, *_ = capsys.readouterr().out.splitlines()[1:]
+    assert "weights" not in header and first.split()[0] == str(found.fitting[0].layout)
 
 
 def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str]) -> None:
