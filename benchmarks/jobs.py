@@ -13,7 +13,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,8 @@ from dynatrain_megatron.adapters.built import BuiltCache
 from dynatrain_megatron.adapters.job import BoundPlans, Job
 from dynatrain_megatron.adapters.state import HostState
 from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.elastic import records
+from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.engine import Fragments, Transport, connect
 from dynatrain_megatron.engine.memory import Dropped, release
 from dynatrain_megatron.engine.unwritten import Unwritten
@@ -39,6 +41,13 @@ from dynatrain_megatron.planner import (
     make_plan,
 )
 from dynatrain_megatron.transition import Target, check_request, switch
+from dynatrain_megatron.transition.prepare import (
+    Wire,
+    build,
+    change_in_place,
+    make_bridge,
+    prepare,
+)
 from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport
 from dynatrain_megatron.vps import Roster, RosterSet
 from dynatrain_megatron.vps.roster import union_of_tensors
@@ -49,6 +58,7 @@ TIMEOUT_S = 300.0
 _BATCH, _ITERATION = 8, 10
 _MESSAGE_BYTES = 16 << 20
 _CPU = torch.device("cpu")
+WIRE = Wire(EngineTransport.auto, 256 << 20, TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +218,7 @@ def _target(job: Job, layout: str) -> Target:
 
 
 def bridge(transport: EngineTransport) -> Transport:
-    """A transport over a new group of all ranks; collective."""
+    """A transport over a new group of all ranks; collective, before the job's first switch."""
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     return connect(group, _CPU, transport, timeout_s=TIMEOUT_S)
@@ -216,14 +226,23 @@ def bridge(transport: EngineTransport) -> Transport:
 
 def use(job: Job, transport: Transport) -> None:
     """Let the job's next switches go over ``transport``."""
-    job.bridge = transport
+    if job.bridge is None:
+        change = change_in_place(job, timeout_s=TIMEOUT_S)
+        job.bridge = make_bridge(change, _store(job), WIRE, "gloo")
+    job.bridge = replace(job.bridge, transport=transport)
     job.bound_plans = BoundPlans()  # which were made for the one before
+
+
+def _store(job: Job) -> JobStore:
+    assert job.store is not None
+    return job.store
 
 
 def keep_layouts(job: Job, most: int) -> None:
     """Forget every layout left, and keep so many of those left from now on; collective."""
+    assert job.built is not None
     for built in job.dormant:
-        built.destroy()
+        built.end(job.built.world.held.values())
     job.dormant = BuiltCache(most)
     job.rosters, job.plans = Recent(8), PlanCache()
     job.bound_plans = BoundPlans()
@@ -278,15 +297,22 @@ def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Res
     target = _target(job, layout)
     source = HostState(job.model, job.optimizer, job.args)
     gradients = Dropped(source.gradients())
+    change, dormant, job.dormant = (
+        change_in_place(job, timeout_s=TIMEOUT_S),
+        job.dormant,
+        BuiltCache(0),
+    )
+    prepared = prepare(job, change, target)
+    job.dormant, in_force = dormant, records.in_force()
+    worlds = build(prepared, _store(job), WIRE)
+    assert worlds.world is not None
     found: list[Result] = []
     with contextlib.suppress(_Undo), skeleton.host_context(job):
         new_args = Namespace(**vars(target.args))
         arguments.carry_over(new_args, job.args, job.baseline)
         arguments.replace_in_place(job.args, new_args)
-        new_groups = groups.build(
-            job.args, job.recipe.embedding_ranks, job.recipe.position_embedding_ranks
-        )
-        groups.install(new_groups)
+        worlds.world.install()
+        groups.install(worlds.world.groups)
         skeleton.set_microbatches(job.args)
         unwritten = Unwritten()
         made = skeleton.build(job, unwritten)
@@ -297,7 +323,8 @@ def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Res
         found.append(body(Pair(source, new)))
         release(new.tensors())
         raise _Undo
-    groups.destroy(new_groups)
+    records.install(in_force)
+    worlds.abandon()
     gradients.restore()
     return found[0]
 

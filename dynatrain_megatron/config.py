@@ -6,10 +6,11 @@ found before anything is started. Every mistake a user can make is one ConfigErr
 key, the value and what is allowed.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
@@ -85,6 +86,26 @@ class EnginePlacement(StrEnum):
     identity = "identity"
 
 
+class Overlap(StrEnum):
+    """When the target's world is built.
+
+    ``thread``: in the background, while training goes on. ``off``: at the boundary, while it waits.
+    ``auto``: ``thread`` with gloo; ``off`` with NCCL, of which two communicators of one device must
+    not be used at a time.
+    """
+
+    auto = "auto"
+    thread = "thread"
+    off = "off"
+
+
+class OnLeave(StrEnum):
+    """What a process does that has left the job: end, or wait to be taken in again."""
+
+    exit = "exit"
+    park = "park"
+
+
 class Verify(StrEnum):
     """How moved state is verified before it is used."""
 
@@ -134,15 +155,45 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """What is kept of the worlds a job has been in: the group ``elastic``."""
+    """Who belongs to a job, and what is kept of its worlds: the group ``elastic``."""
 
+    overlap: Overlap = Overlap.auto
+    store: str = "auto"
+    """``auto``: the store that the launcher gave; or HOST:PORT of one that outlives all ranks."""
+    join: str | None = None
+    """HOST:PORT of the store of a running job that this process is to join."""
+    on_leave: OnLeave = OnLeave.exit
+    leave_signal: str | None = "SIGTERM"
+    """The signal that tells a process to leave; null for none."""
     cache_worlds: int = 1
     """Layouts kept beside the one in force: process groups and model objects, without memory."""
+    connect_timeout_s: float = 30.0
+    """How long processes may take to connect to each other, seconds."""
+    timeout_s: float = 120.0
+    """How long a switch may take to be prepared, decided, or given up, seconds."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no sense."""
+        """Refuse values that make no sense."""
         if type(self.cache_worlds) is not int or self.cache_worlds < 0:
             _refuse("elastic.cache_worlds", self.cache_worlds)
+        for name in ("connect_timeout_s", "timeout_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                _refuse(f"elastic.{name}", value)
+        if self.store != "auto" and not _is_address(self.store):
+            _refuse("elastic.store", self.store)
+        if self.join is not None and not _is_address(self.join):
+            _refuse("elastic.join", self.join)
+        if self.leave_signal is not None and self.leave_signal not in _SIGNALS:
+            _refuse("elastic.leave_signal", self.leave_signal)
+
+
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +293,13 @@ _ALLOWED = {
     "engine.keep_source": _one_of(KeepSource),
     "engine.check_replicas": "true or false",
     "engine.timeout_s": "a number above 0 (seconds)",
+    "elastic.overlap": _one_of(Overlap),
+    "elastic.store": "auto, or HOST:PORT",
+    "elastic.join": "HOST:PORT of a job's store, or null",
+    "elastic.on_leave": _one_of(OnLeave),
+    "elastic.leave_signal": f"one of {', '.join(_SIGNALS)}, or null",
+    "elastic.connect_timeout_s": "a number above 0 (seconds)",
+    "elastic.timeout_s": "a number above 0 (seconds)",
     "elastic.cache_worlds": "a whole number of at least 0",
     "record_steps": "true or false",
     "save_after_switch": "true or false",
@@ -282,7 +340,27 @@ def compose(overrides: Sequence[str]) -> DynaTrainConfig:
     given: dict[str, object] = {}
     for override in overrides:
         given |= _parse_override(override)
-    tree = _hydra_compose(overrides, given)
+    return _from_tree(_hydra_compose(overrides, given))
+
+
+def to_json(config: DynaTrainConfig) -> str:
+    """As text that :func:`from_json` reads."""
+    return json.dumps(asdict(config))
+
+
+def from_json(text: str) -> DynaTrainConfig:
+    """What :func:`to_json` wrote."""
+    from omegaconf import OmegaConf
+
+    schema = OmegaConf.structured(DynaTrainConfig)
+    for node in (schema, schema.engine, schema.elastic):
+        OmegaConf.set_readonly(node, None)
+    tree = OmegaConf.to_container(OmegaConf.merge(schema, json.loads(text)))
+    assert isinstance(tree, dict)
+    return _from_tree({str(key): value for key, value in tree.items()})
+
+
+def _from_tree(tree: dict[str, Any]) -> DynaTrainConfig:
     engine = EngineConfig(**tree.pop("engine"))
     elastic = ElasticConfig(**tree.pop("elastic"))
     schedule = tuple(tree.pop("schedule"))

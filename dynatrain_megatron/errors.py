@@ -9,6 +9,7 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
     ├── SwitchRefused    the wanted switch is impossible or not supported
     ├── HostMismatch     Megatron or torch is not shaped as this version expects
     ├── TransitionError  something failed while a switch was under way
+    │   ├── SwitchAborted    ... and was called off: the job is as it was
     │   └── SplitStateError  ... after parts of the old state were gone: the job must end
     ├── WorldError       a world of processes could not be built, or the store is out of reach
     └── PlatformError    the device platform cannot be set up
@@ -64,6 +65,10 @@ class HostMismatch(DynaTrainError):
 
 class TransitionError(DynaTrainError):
     """A switch failed after it had begun."""
+
+
+class SwitchAborted(TransitionError):
+    """A switch was called off on all its processes, before any committed; the job is as it was."""
 
 
 class SplitStateError(TransitionError):

@@ -173,5 +173,5 @@ def _set_globals(args: Namespace) -> None:
     if global_vars._GLOBAL_TIMERS is None:
         global_vars._set_timers(args)
     skeleton.set_microbatches(args)
-    groups.install(groups.build(args, None, None))
+    groups.install(groups.wanted(args, None, None, args.rank).make(dist.new_group))
     _set_random_seed(args.seed, args.data_parallel_random_init, False, False)

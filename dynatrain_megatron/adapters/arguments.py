@@ -36,10 +36,12 @@ class LaunchArguments:
         """Keep a copy of ``parsed`` as it is before Megatron's ``validate_args`` changes it."""
         return cls(copy.deepcopy(parsed), dict(defaults))
 
-    def validated(self, layout: ParallelLayout, live: Namespace) -> Namespace:
-        """Fresh arguments for ``layout``; local, no communication.
+    def validated(
+        self, layout: ParallelLayout, live: Namespace, rank: int | None = None
+    ) -> Namespace:
+        """Fresh arguments for ``rank`` of ``layout``, by default the ``live`` one; local.
 
-        Batch sizes and rank stay those of the ``live`` arguments. Raises :class:`LayoutError` with
+        Batch sizes stay those of the ``live`` arguments. Raises :class:`LayoutError` with
         Megatron's reason where it refuses the layout.
         """
         from megatron.training import arguments as host
@@ -51,7 +53,8 @@ class LaunchArguments:
             )
         args = copy.deepcopy(self.parsed)
         vars(args).update(_layout_fields(layout, args))
-        args.rank, args.world_size = live.rank, layout.world
+        args.rank = live.rank if rank is None else rank
+        args.world_size = layout.world
         if args.step_batch_size_schedule is None:  # Megatron takes only one of the two
             args.global_batch_size = live.global_batch_size
         if args.full_validation or args.eval_iters != 0:
@@ -176,18 +179,25 @@ def model_shape(args: Namespace, launch: LaunchArguments) -> ModelShape:
     )
 
 
-def carry_over(target: Namespace, live: Namespace, baseline: Namespace) -> None:
-    """Give ``target`` what the run has set in ``live`` since its own validation.
+def differences(live: Namespace, baseline: Namespace) -> dict[str, Any]:
+    """What the run has set in ``live`` since its own validation, by name.
 
     ``baseline`` is a shallow copy of the live arguments as validated: whatever differs from it
     (iteration, consumed samples, padded vocabulary, …) is the run's, everything else the layout's.
     """
+    found = {}
     for name, value in vars(live).items():
         before = getattr(baseline, name, _MISSING)
         if before is value:
             continue
         if before is _MISSING or type(before) is not type(value) or before != value:
-            setattr(target, name, value)
+            found[name] = value
+    return found
+
+
+def carry_over(target: Namespace, live: Namespace, baseline: Namespace) -> None:
+    """Give ``target`` what the run has set in ``live``: their :func:`differences`."""
+    vars(target).update(differences(live, baseline))
 
 
 _MISSING = object()

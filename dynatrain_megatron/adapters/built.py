@@ -4,7 +4,7 @@
 
     in force   groups, objects, memory; Megatron's frames hold objects that share its attributes
     dormant    the same groups and objects, put back as they were once built, without memory
-    evicted    groups destroyed, objects taken apart
+    ended      groups ended, objects taken apart
 
 What depends on the run's position is not kept: :func:`.skeleton.take_position` sets it anew.
 """
@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.skeleton import Skeleton
 from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.elastic.groups import GroupKey, all_held
+from dynatrain_megatron.elastic.live import LiveWorld
+from dynatrain_megatron.elastic.records import Held
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.memory import Dropped, distinct_storages, release
 from dynatrain_megatron.layout import ParallelLayout
@@ -34,31 +36,36 @@ from dynatrain_megatron.planner import Recent
 class BuiltKey:
     """What shaped groups and objects: who takes part, in order, how they talk, and the layout.
 
+    ``processes`` are uids, by rank;
     ``options`` are those Megatron makes groups by, each with its value as text.
     """
 
     layout: ParallelLayout
-    processes: tuple[int, ...]
+    processes: tuple[str, ...]
     backend: str
     options: tuple[tuple[str, str], ...]
 
     @classmethod
-    def of(cls, layout: ParallelLayout, args: Namespace) -> BuiltKey:
-        """From validated ``args``; local, the same on every rank."""
+    def of(
+        cls, layout: ParallelLayout, args: Namespace, processes: tuple[str, ...], backend: str
+    ) -> BuiltKey:
+        """From validated ``args`` and the uids by rank; local, the same on every rank."""
         return cls(
             layout,
-            tuple(range(args.world_size)),
-            str(dist.get_backend()),
+            processes,
+            backend,
             tuple((name, repr(value)) for name, value in sorted(groups.options(args).items())),
         )
 
 
 class Built:
-    """One layout on this rank: its groups, Megatron's objects, and our description of its state."""
+    """One layout on this rank: its world, Megatron's objects, and our description of its state."""
 
-    def __init__(self, key: BuiltKey, made: groups.Groups, skeleton: Skeleton, args: Namespace):
+    def __init__(
+        self, key: BuiltKey, world: LiveWorld[groups.Groups], skeleton: Skeleton, args: Namespace
+    ) -> None:
         self.key = key
-        self.groups = made
+        self.world = world
         self.skeleton = skeleton
         self._args = args
         self._as_built: _AsBuilt | None = None
@@ -105,7 +112,7 @@ class Built:
         self._as_built.restore()
         self.state.clear_gradients()
         self._dropped = Dropped(self.state.tensors(), sizes)
-        self.groups.forget_scratch()
+        self.world.groups.forget_scratch()
 
     def wake(self) -> Dropped:
         """What is still without memory: all that a switch fills or makes anew, in its time."""
@@ -125,15 +132,15 @@ class Built:
         yield from self.state.gradients()
         yield from self.state.rebuilt()
 
-    def destroy(self) -> int:
-        """Destroy the groups, the same on every rank; returns how many. The objects are dead then.
+    def end(self, keep: Collection[Held] = ()) -> int:
+        """End its groups but those that other worlds keep; returns how many. Objects are dead then.
 
-        Empty objects are left to Python's collector, which would take longer than the rest of a
-        commit if it were run here.
+        The same on every rank. Empty objects are left to Python's collector, which would take
+        longer than the rest of a commit if it were run here.
         """
         release(self.state.tensors())
         _take_apart(self.skeleton.model)
-        return groups.destroy(self.groups)
+        return self.world.end(keep=[held.group for held in keep])
 
 
 class _AsBuilt:
@@ -210,7 +217,10 @@ def _take_apart(model: list[Any]) -> None:
 
 
 class BuiltCache:
-    """The dormant layouts used last, at most ``max_layouts``; the same on every rank."""
+    """The dormant layouts used last, at most ``max_layouts``; the same on every rank.
+
+    See :mod:`dynatrain_megatron.elastic.groups` for why that is so.
+    """
 
     def __init__(self, max_layouts: int) -> None:
         self._dormant = Recent[BuiltKey, Built](max_layouts)
@@ -221,10 +231,26 @@ class BuiltCache:
     def __iter__(self) -> Iterator[Built]:
         return iter(self._dormant)
 
+    def get(self, key: BuiltKey) -> Built | None:
+        """The dormant layout of this key."""
+        return self._dormant.get(key)
+
     def take(self, key: BuiltKey) -> Built | None:
         """The dormant layout of this key, which is in the cache no longer."""
         return self._dormant.pop(key)
 
-    def put(self, built: Built) -> int:
-        """Keep a layout that sleeps; returns how many process groups of others were destroyed."""
-        return sum(evicted.destroy() for evicted in self._dormant.put(built.key, built))
+    def put(self, built: Built) -> list[Built]:
+        """Keep a layout that sleeps; returns those that have to end for it."""
+        return self._dormant.put(built.key, built)
+
+    def drop(self, present: Collection[str]) -> list[Built]:
+        """Give up the layouts that have a process that is not ``present``; returns them."""
+        here = set(present)
+        lost = [built for built in self._dormant if not here.issuperset(built.key.processes)]
+        for built in lost:
+            self._dormant.pop(built.key)
+        return lost
+
+    def held(self) -> dict[GroupKey, Held]:
+        """The process groups of all of them."""
+        return all_held(built.world.held for built in self._dormant)

@@ -1,8 +1,8 @@
 """Model-parallel process groups of a layout, as one value.
 
-Megatron keeps them in module globals of ``megatron.core.parallel_state``. Another layout's are
-built in a private second copy of that module, so that the one in force stays whole, and are
-installed by assigning all values at once.
+Megatron keeps them in module globals of ``megatron.core.parallel_state``. What another layout's are
+is asked of a private second copy of that module, in a world whose groups move nothing; so they can
+be made later, in any thread, and are installed by assigning all values at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import importlib.util
 import inspect
 import types
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from dynatrain_megatron.adapters.arguments import rank_order
+from dynatrain_megatron.elastic.fake import fake_world
 
 RanksFunction = Callable[[list[int]], list[int]] | None
 """Which ranks of a pipeline hold the (position) embedding; ``None`` for Megatron's default."""
@@ -72,23 +73,71 @@ def options(args: Namespace) -> dict[str, object]:
     }
 
 
-def build(args: Namespace, embedding: RanksFunction, position: RanksFunction) -> Groups:
-    """Collective over the world in force: make the groups for validated ``args``.
+CreateGroup = Callable[..., dist.ProcessGroup | int]
+"""Called as ``parallel_state.create_group`` is."""
 
-    Nothing is installed. ``args`` must already be Megatron's live arguments, since the functions
-    that name embedding ranks read those.
+
+@dataclass(frozen=True, slots=True)
+class WantedGroups:
+    """The groups of a layout before they are made, as one of its ranks asks for them.
+
+    ``calls`` are the arguments of each, in Megatron's order, which is the same on all ranks;
+    ``values`` are ``parallel_state``'s globals with a stand-in for each group.
     """
-    spec = importlib.util.find_spec("megatron.core.parallel_state")
-    assert spec is not None and spec.loader is not None
-    private = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(private)
-    wanted = options(args) | {
+
+    calls: tuple[dict[str, Any], ...]
+    values: dict[str, Any]
+    stand_ins: tuple[dist.ProcessGroup | int, ...]
+
+    def make(self, create: CreateGroup) -> Groups:
+        """Collective over the world entered: let ``create`` make them, in any thread."""
+        made = [create(**call) for call in self.calls]
+        # Equal stand-ins are those of groups that this rank is not in: all are torch's mark.
+        by_stand_in = dict(zip(map(id, self.stand_ins), made, strict=True))
+        return Groups(_replaced(self.values, by_stand_in))
+
+
+def wanted(
+    args: Namespace, embedding: RanksFunction, position: RanksFunction, rank: int
+) -> WantedGroups:
+    """What ``rank`` of validated ``args``'s world asks for; local, nothing is made.
+
+    ``args`` must be Megatron's live arguments meanwhile, since the functions that name embedding
+    ranks read those. Main thread only.
+    """
+    private = _private_parallel_state()
+    signature = inspect.signature(private.create_group)
+    calls: list[dict[str, Any]] = []
+    stand_ins: list[dist.ProcessGroup | int] = []
+    own: list[Any] = [None]  # Megatron's list of a rank's groups begins with the default one
+
+    def note(*given: Any, **named: Any) -> Any:
+        call = signature.bind(*given, **named).arguments
+        calls.append({name: value for name, value in call.items() if value is not None})
+        stand_ins.append(dist.new_group(call["ranks"], backend="fake"))
+        if rank in call["ranks"]:
+            own.append(stand_ins[-1])
+        return stand_ins[-1]
+
+    private.create_group = note
+    asked = options(args) | {
         "get_embedding_ranks": embedding,
         "get_position_embedding_ranks": position,
     }
     known = inspect.signature(private.initialize_model_parallel).parameters
-    private.initialize_model_parallel(**{k: v for k, v in wanted.items() if k in known})
-    return Groups(_state_of(private))
+    with fake_world(rank, args.world_size):
+        private.initialize_model_parallel(**{k: v for k, v in asked.items() if k in known})
+    private._global_process_group_list = own
+    return WantedGroups(tuple(calls), _state_of(private), tuple(stand_ins))
+
+
+def _private_parallel_state() -> Any:
+    """A second copy of Megatron's module, so that the one in force stays whole."""
+    spec = importlib.util.find_spec("megatron.core.parallel_state")
+    assert spec is not None and spec.loader is not None
+    private = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(private)
+    return private
 
 
 def install(groups: Groups) -> None:
@@ -96,17 +145,6 @@ def install(groups: Groups) -> None:
     from megatron.core import parallel_state
 
     vars(parallel_state).update(groups.values)
-
-
-def destroy(groups: Groups) -> int:
-    """Destroy the process groups one by one, in the same order on every rank; returns how many.
-
-    Never all at once: that would unregister the names of every other world too.
-    """
-    doomed = groups.process_groups()
-    for group in reversed(doomed):
-        dist.destroy_process_group(group)
-    return len(doomed)
 
 
 def _state_of(module: types.ModuleType) -> dict[str, Any]:
@@ -128,3 +166,14 @@ def _find(value: object) -> Iterator[dist.ProcessGroup]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _find(item)
+
+
+def _replaced(value: Any, by_stand_in: Mapping[int, Any]) -> Any:
+    """``value`` with other groups in place of stand-ins, whatever containers they are in."""
+    if isinstance(value, dist.ProcessGroup):
+        return by_stand_in[id(value)]
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(item, by_stand_in) for item in value)
+    if isinstance(value, dict):
+        return {key: _replaced(item, by_stand_in) for key, item in value.items()}
+    return value

@@ -8,10 +8,12 @@ the next switch. The new object itself, in the target's skeleton, keeps its attr
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from dynatrain_megatron.adapters import writers
 from dynatrain_megatron.adapters.built import Built
 from dynatrain_megatron.adapters.job import Iterators, Job
 from dynatrain_megatron.adapters.skeleton import become, close_iterators
@@ -51,14 +53,13 @@ def stay(job: Job, functions: dict[str, Any]) -> None:
 def hand_over(
     job: Job, target: Built, iterators: Iterators, baseline: Namespace, sizes: Mapping[int, int]
 ) -> int:
-    """Commit: the job goes on in ``target``; returns how many process groups were destroyed.
+    """Commit: the job goes on in ``target``; returns how many process groups were ended.
 
-    The target's args, config and groups are in force already. The layout left, whose storages had
-    these ``sizes``, falls asleep; others may have to go for it. Runs on every rank; destroying
-    groups may be collective on NCCL.
+    The target's args, config and world are in force already. The layout left, whose storages had
+    these ``sizes``, falls asleep, or ends where one of its processes is not in the target's world;
+    others may have to go for it. Runs on every rank of the target.
     """
     left, new = job.built, target.skeleton
-    assert left is not None
     old_iterators = job.iterators
     job.model[:] = new.model
     become(job.optimizer, new.optimizer)
@@ -68,10 +69,39 @@ def hand_over(
     job.checkpointing_context.clear()  # caches the old layout's groups and save plans
     _reset_trackers()
     job.layout, job.baseline, job.built = target.key.layout, baseline, target
-    left.sleep(sizes)
-    destroyed = job.dormant.put(left)
+    ended = job.dormant.drop(target.key.processes)
+    if left is not None:
+        left.sleep(sizes)
+        if set(left.key.processes) <= set(target.key.processes):
+            ended += job.dormant.put(left)
+        else:
+            ended.append(left)
+    kept = {**job.dormant.held(), **target.world.held}.values()
+    num_ended = sum(built.end(kept) for built in ended)
     close_iterators(old_iterators)
-    return destroyed
+    return num_ended
+
+
+def let_go(job: Job) -> int:
+    """Commit on a process that has no part in the target: all it held goes.
+
+    Returns how many process groups were ended. The job's objects are dead then; a switch back into
+    the job fills them anew.
+    """
+    ended = [*job.dormant.drop(()), *([] if job.built is None else [job.built])]
+    job.built = None
+    num_ended = sum(built.end() for built in ended)
+    job.checkpointing_context.clear()
+    _reset_trackers()
+    close_iterators(job.iterators)
+    job.iterators = Iterators(None, None, None)
+    return num_ended
+
+
+def renumber(args: Namespace, run_id: str) -> None:
+    """Let what goes by this process's rank go by its new one: environment, writers; local."""
+    os.environ.update(RANK=str(args.rank), WORLD_SIZE=str(args.world_size))
+    writers.follow(args, run_id)
 
 
 def _reset_trackers() -> None:

@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.groups import RanksFunction
 from dynatrain_megatron.adapters.samplers import LaunchData
+from dynatrain_megatron.elastic.live import LiveWorld
+from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.engine import BoundPlan, Fragments, Transport
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanCache, Recent, Topology
@@ -79,15 +81,37 @@ class BoundPlans:
 
 
 @dataclass
+class Bridge:
+    """What carries transfers, and nothing else, between ``processes``: uids, by bridge rank.
+
+    ``topology`` are nodes and links as found, ``hosts`` those of the processes.
+    """
+
+    processes: tuple[str, ...]
+    world: LiveWorld[None]
+    transport: Transport
+    topology: Topology
+    hosts: tuple[str, ...]
+
+    def end(self) -> None:
+        """Close it and end its world; who waits for something of this process learns of it."""
+        self.transport.close()
+        self.world.end()
+
+
+@dataclass
 class Job:
     """A training job at a step boundary.
 
     ``args``, ``model``, ``optimizer``, ``scheduler``, ``config`` and ``container`` are the objects
     Megatron's frames hold: they stay the same objects for the whole run, their contents change.
     ``baseline`` is a shallow copy of ``args`` as validated for ``layout``. ``bridge`` carries
-    transfers; it is made at the first switch, with ``topology``: nodes and links as found, and
-    every rank's host. ``built`` is the layout in force, ``dormant`` are layouts left before;
-    ``rosters``, ``plans`` and ``bound_plans`` are those of switches made before.
+    transfers; it is made at the first switch, and stays while the processes do. ``built`` is the
+    layout in force, None on a process that has no part in the job (one that waits to join, or has
+    left); ``dormant`` are layouts left before; ``rosters``, ``plans`` and ``bound_plans`` are those
+    of switches made before. The job's processes meet in ``store``; ``num_changes`` counts their
+    switches, also those called off. Whoever knows its ``secret`` may ask for one. ``totals`` are
+    Megatron's sums over the log interval.
     """
 
     launch: LaunchArguments
@@ -106,10 +130,18 @@ class Job:
     dormant: BuiltCache
     checkpointing_context: dict[str, Any] = field(default_factory=dict)
     built: Built | None = None
-    bridge: Transport | None = None
-    topology: tuple[Topology, tuple[str, ...]] | None = None
+    totals: dict[str, Any] = field(default_factory=dict)
+    store: JobStore | None = None
+    secret: str = ""
+    num_changes: int = 0
+    bridge: Bridge | None = None
     rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(
         default_factory=lambda: Recent(_MAX_TRANSITIONS)
     )
     plans: PlanCache = field(default_factory=lambda: PlanCache(_MAX_TRANSITIONS))
     bound_plans: BoundPlans = field(default_factory=BoundPlans)
+
+    @property
+    def processes(self) -> tuple[str, ...]:
+        """The uids of the job's processes, by rank; none where this one has no part in it."""
+        return () if self.built is None else self.built.key.processes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ def build(job: Job, unwritten: Unwritten) -> Skeleton:
         )
         if hasattr(args, name)
     }
-    with _without_loading(job):
+    with _without_loading(args):
         container = _container(job)
         kwargs = dict(job.recipe.setup_kwargs)
         if "cfg_container" in kwargs:
@@ -128,6 +128,17 @@ def build(job: Job, unwritten: Unwritten) -> Skeleton:
             if config is not None and hasattr(config, "perform_initialization"):
                 config.perform_initialization = args.perform_initialization
     return Skeleton(model, optimizer, scheduler, get_model_config(model[0]), container)
+
+
+def build_nothing(setup: Callable[[], Any]) -> Any:
+    """What Megatron's ``setup`` makes of model and optimizer, without memory for what is large.
+
+    For a process that joins a job: its prologue needs the objects, and nobody their contents.
+    """
+    from megatron.training import get_args
+
+    with _without_loading(get_args()), Unwritten():
+        return setup()
 
 
 def take_position(job: Job, skeleton: Skeleton) -> Iterators:
@@ -245,9 +256,8 @@ def _container(job: Job) -> Any:
 
 
 @contextlib.contextmanager
-def _without_loading(job: Job) -> Iterator[None]:
+def _without_loading(args: Namespace) -> Iterator[None]:
     """No checkpoint is read and no weight drawn at random while the skeleton is built."""
-    args = job.args
     kept = {name: getattr(args, name) for name in ("load", "pretrained_checkpoint")}
     kept["perform_initialization"] = args.perform_initialization
     args.load = args.pretrained_checkpoint = None

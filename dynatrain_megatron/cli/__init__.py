@@ -19,7 +19,9 @@ COMMANDS = {
     "demo": "dynatrain_megatron.cli.demo",
     "layouts": "dynatrain_megatron.cli.layouts",
     "report": "dynatrain_megatron.cli.report",
+    "status": "dynatrain_megatron.cli.status",
     "store": "dynatrain_megatron.cli.store",
+    "switch": "dynatrain_megatron.cli.switch",
 }
 
 EXIT_OK = 0

@@ -15,11 +15,8 @@ nothing is sent meanwhile, since that world may be in force.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dynatrain_megatron.elastic import records
-from dynatrain_megatron.elastic.groups import GroupCache
+from dynatrain_megatron.elastic import building, records
+from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.maker import GroupMaker
 from dynatrain_megatron.elastic.records import Record
@@ -84,15 +82,16 @@ def build[T](
     address: StoreAddress,
     make_groups: Callable[[GroupMaker], T],
     *,
-    cache: GroupCache | None = None,
+    known: HeldGroups | None = None,
     timeout_s: float = 30.0,
     device: torch.device | None = None,
 ) -> LiveWorld[T]:
     """Collective over the world's processes: make it, on all of them or on none.
 
     Runs in any thread; the world in force stays in force for the others. ``make_groups`` is called
-    with the new world in force for this thread, and gets a :class:`GroupMaker`. ``device`` lets
-    NCCL connect at once. Each wait is bounded by ``timeout_s``.
+    with the new world in force for this thread, and gets a :class:`GroupMaker`. ``known`` are
+    groups of other worlds to take over, as :mod:`.groups` says. ``device`` lets NCCL connect at
+    once. Each wait is bounded by ``timeout_s``.
 
     Raises :class:`WorldError` where a process fails or stays away, with the first reason given;
     nothing is left then but the id, which is spent.
@@ -105,11 +104,11 @@ def build[T](
     with store_errors(f"world {world.id} was not built"):
         ballot = _Ballot(world, store)
     record = Record(world.first_name)
-    maker = GroupMaker(world, record, cache, timeout_s)
+    maker = GroupMaker(world, record, known or {}, timeout_s)
     live: LiveWorld[Any] = LiveWorld(world, record, None, client=store)
     cause: BaseException | None = None
     try:
-        with records.entered(record), _excepthook_kept():
+        with records.entered(record), records.excepthook_kept():
             maker.default(store, device)
             live.groups = make_groups(maker)
             maker.meet()
@@ -117,15 +116,16 @@ def build[T](
         verdict = ballot.built(1.5 * timeout_s)
     except BaseException as error:
         verdict, cause = ballot.failed(error), error
-    live.keys, live.made, live.reused = tuple(maker.keys), maker.made, maker.reused
     if cause is not None or verdict != _BUILT:
-        live.end()
+        live.held, live.reused = maker.held, tuple(maker.reused)
+        live.abandon()
         live.groups = None
         del maker
         _release(cause)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         raise WorldError(f"world {world.id} was not built: {verdict}") from cause
+    live.held, live.reused = maker.held, tuple(maker.reused)
     maker.set_timeouts()
     client.set_timeout(timedelta(seconds=world.timeout_s))
     return live
@@ -138,98 +138,21 @@ def _release(error: BaseException | None) -> None:
         error = error.__context__
 
 
-@contextlib.contextmanager
-def _excepthook_kept() -> Iterator[None]:
-    """Take back the hook that torch wraps around ``sys.excepthook`` for each default group."""
-    before = sys.excepthook
-    try:
-        yield
-    finally:
-        sys.excepthook = before
-
-
-class Building[T]:
-    """A world that a thread of its own is making."""
-
-    def __init__(self, world: World, make: Callable[[], LiveWorld[T]]) -> None:
-        self.world = world
-        self._make = make
-        self._lock = threading.Lock()
-        self._built: LiveWorld[T] | None = None
-        self._error: BaseException | None = None
-        self._is_abandoned = False
-        # A thread that hangs in torch must not keep the process from ending.
-        self._thread = threading.Thread(
-            target=self._run, name=f"build world {world.id}", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the thread has returned, with a world or without."""
-        return not self._thread.is_alive()
-
-    def result(self, *, timeout_s: float) -> LiveWorld[T]:
-        """The world; waits for it. Raises :class:`WorldError` where it could not be built."""
-        self._thread.join(timeout_s)
-        if not self.is_done:
-            raise WorldError(f"world {self.world.id} is still being built after {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
-        assert self._built is not None
-        return self._built
-
-    def abandon(self) -> None:
-        """Nobody wants it any more: end it, now or when the thread is done with it."""
-        with self._lock:
-            self._is_abandoned = True
-            built, self._built = self._built, None
-            if built is not None:
-                self._error = WorldError(f"world {self.world.id} was abandoned")
-        if built is not None:
-            built.end()
-
-    def _run(self) -> None:
-        try:
-            built = self._make()
-        except BaseException as error:
-            self._error = error
-            return
-        with self._lock:
-            if not self._is_abandoned:
-                self._built = built
-                return
-            self._error = WorldError(f"world {self.world.id} was abandoned")
-        built.end()
-
-
-_latest: Building[Any] | None = None
-
-
 def start[T](
     world: World,
     address: StoreAddress,
     make_groups: Callable[[GroupMaker], T],
     *,
-    cache: GroupCache | None = None,
+    known: HeldGroups | None = None,
     timeout_s: float = 30.0,
     device: torch.device | None = None,
-) -> Building[T]:
+) -> Building[LiveWorld[T]]:
     """As :func:`build`, in a thread of its own, while this one goes on.
 
-    ``make_groups`` starts no threads: they would see the world in force. Raises
-    :class:`WorldError` while an earlier build is under way, which includes one that has failed
-    elsewhere and still waits here.
+    ``make_groups`` starts no threads: they would see the world in force. Raises as
+    :func:`.building.start` does.
     """
-    global _latest
-    if _latest is not None and not _latest.is_done:
-        raise WorldError(
-            f"world {_latest.world.id} is still being built on this process; build world "
-            f"{world.id} when that has ended, at the latest after its timeout"
-        )
-    building = Building(
-        world,
-        lambda: build(world, address, make_groups, cache=cache, timeout_s=timeout_s, device=device),
+    return building.start(
+        f"world {world.id}",
+        lambda: build(world, address, make_groups, known=known, timeout_s=timeout_s, device=device),
     )
-    _latest = building
-    return building

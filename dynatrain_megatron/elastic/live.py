@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dynatrain_megatron.elastic import records
-from dynatrain_megatron.elastic.groups import GroupCache, GroupKey
+from dynatrain_megatron.elastic.groups import GroupKey
 from dynatrain_megatron.elastic.records import Held
 from dynatrain_megatron.elastic.world import World, process_uid
 
@@ -22,33 +23,58 @@ logger = logging.getLogger(__name__)
 class LiveWorld[T]:
     """A world that is built: its record, and what the caller's function made with its groups.
 
-    ``made`` and ``reused`` are this process's groups, by whether it got them for this world.
+    ``held`` are this process's groups in it; ``reused`` are those of them it took over from others.
     """
 
     world: World
     record: Any
     groups: T
-    keys: tuple[GroupKey, ...] = ()
-    made: dict[GroupKey, Held] = field(default_factory=dict)
-    reused: list[dist.ProcessGroup] = field(default_factory=list)
+    held: dict[GroupKey, Held] = field(default_factory=dict)
+    reused: tuple[dist.ProcessGroup, ...] = ()
     client: Store | None = None
+
+    @property
+    def num_made(self) -> int:
+        """How many of its groups were made for it."""
+        return len(self.held) - len(self.reused)
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """This process's groups in it, the default one among them."""
+        return [held.group for held in self.held.values()]
 
     def install(self) -> None:
         """Put it in force on this process, for all threads at once."""
         records.install(self.record)
 
-    def end(self, keep: Collection[dist.ProcessGroup] = ()) -> int:
-        """End its groups but those it reused and those to ``keep``; returns how many.
+    def pass_on(self, new: LiveWorld[Any]) -> None:
+        """Let ``new``, of the same processes by rank, know the groups that others made in this one.
 
+        A script may have some of its own; they are none of ours to end.
+        """
+        ours = {*self.process_groups(), *new.record.pg_map}
+        for group in list(self.record.pg_map):
+            if group not in ours:
+                ranks = sorted(self.record.pg_group_ranks[group])
+                Held.of(self.record, group).add_to(new.record, ranks)
+
+    def abandon(self) -> None:
+        """End it before it was ever in force: the groups it took over go on elsewhere."""
+        self.end(keep=self.reused)
+
+    def end(self, keep: Collection[dist.ProcessGroup] = ()) -> int:
+        """End its groups but those to ``keep``, which other worlds have too; returns how many.
+
+        Groups that somebody else made in it go on, if :meth:`pass_on` has let another world know.
         Its processes do this alike, once another world is in force or as they leave. The last of
         them deletes its keys from the store.
         """
-        kept = {*self.reused, *keep}
-        doomed = [group for group in records.groups_of(self.record) if group not in kept]
+        kept = set(keep)
+        ours = set(self.process_groups()) - kept
+        doomed = [group for group in records.groups_of(self.record) if group in ours]
         for group in doomed:
             records.end(group)
         records.clear(self.record)
-        self.made, self.reused = {}, []
+        self.held, self.reused = {}, ()
         client, self.client = self.client, None
         try:
             if client is not None and client.add("ended", 1) == self.world.size:
@@ -67,54 +93,31 @@ def forget(keys_of_world: Store) -> None:
         keys_of_world.delete_key(key)
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """Groups of this process that a change of worlds reused, made and ended."""
-
-    reused: int
-    created: int
-    destroyed: int
-
-
-def retire(
-    old: LiveWorld[Any],
-    new: LiveWorld[Any],
-    cache: GroupCache | None = None,
-    *,
-    present: Collection[str] = (),
-) -> Exchange:
-    """End what is left of ``old`` now that ``new`` is in force; each process of either does it.
-
-    With a ``cache``, groups that it keeps outlive ``old``; ``present`` are processes that may be in
-    a world again besides those of ``new``. Done before the next world is built.
-    """
-    counts = len(new.reused), len(new.made)
-    evicted: list[dist.ProcessGroup] = []
-    kept: list[dist.ProcessGroup] = []
-    if cache is not None:
-        here = {*new.world.processes, *present}
-        evicted = [held.group for held in cache.commit(new.keys, new.made, present=here)]
-        kept = cache.groups()
-    for group in evicted:
-        records.end(group)
-    ended = old.end([*kept, *evicted])
-    return Exchange(*counts, ended + len(evicted))
-
-
-def adopt(processes: Sequence[str]) -> LiveWorld[None]:
+def adopt[T](processes: Sequence[str], groups: T) -> LiveWorld[T]:
     """The world that torch was started with, by whoever did; ``processes`` by rank."""
     record = records.in_force()
     backend, _ = record.pg_map[record.default_pg]
     world = World.of(0, processes, backend=backend)
-    made = {
-        GroupKey((), backend, purpose=record.pg_names[group]): Held.of(record, group)
-        for group in record.pg_map
-    }
-    return LiveWorld(world, record, None, made=made)
+    held: dict[GroupKey, Held] = {}
+    seen = Counter[GroupKey]()
+    for group in record.pg_map:
+        members = world.uids(sorted(record.pg_group_ranks[group]))
+        # What options it was made with is not known any more: with NCCL it is taken for no other.
+        options = "" if group.name() == "gloo" else "of the launch"
+        purpose = "" if group.group_desc in ("undefined", "default_pg") else group.group_desc
+        key = GroupKey(members, record.pg_map[group][0], options, purpose)
+        seen[key] += 1
+        held[replace(key, index=seen[key] - 1)] = Held.of(record, group)
+    return LiveWorld(world, record, groups, held)
 
 
 def gather_uids() -> tuple[str, ...]:
     """Collective over the world in force: the uids of its processes, by rank."""
-    uids: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(uids, process_uid())
-    return tuple(uids)
+    return tuple(gather(process_uid()))
+
+
+def gather(own: str) -> list[str]:
+    """Collective over the world in force: everyone's text, by rank."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own)
+    return rows

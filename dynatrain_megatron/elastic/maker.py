@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -11,14 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from dynatrain_megatron.elastic.groups import Found, GroupCache, GroupKey
+from dynatrain_megatron.elastic.groups import GroupKey, HeldGroups, options_text
 from dynatrain_megatron.elastic.records import Held, Record
 from dynatrain_megatron.elastic.world import World
 
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
-
-_SET_BY_TORCH = {"group_name", "split_color"}
-"""Fields of a backend's options that torch writes when it makes a group with them."""
 
 Group = dist.ProcessGroup | int
 """A group, or torch's mark for one that this process is not in."""
@@ -27,29 +25,27 @@ Group = dist.ProcessGroup | int
 class GroupMaker:
     """Makes a world's groups; all its processes ask for the same ones, in the same order.
 
-    Called like Megatron's ``parallel_state.create_group``, whose place it can take.
+    Called like Megatron's ``parallel_state.create_group``, whose place it can take. ``known`` are
+    groups of other worlds that may be taken over; ``held`` are this world's, in the end.
     """
 
-    def __init__(
-        self, world: World, record: Record, cache: GroupCache | None, timeout_s: float
-    ) -> None:
-        self.keys: list[GroupKey] = []
-        self.made: dict[GroupKey, Held] = {}
+    def __init__(self, world: World, record: Record, known: HeldGroups, timeout_s: float) -> None:
+        self.held: dict[GroupKey, Held] = {}
         self.reused: list[dist.ProcessGroup] = []
         self._world = world
         self._record = record
-        self._cache = cache
+        self._known = known
         self._timeout = timedelta(seconds=timeout_s)
         self._wanted: list[tuple[dist.ProcessGroup, timedelta]] = []
+        self._seen = Counter[GroupKey]()
+        self._num_asked = 0
 
     def default(self, store: Store, device: torch.device | None) -> None:
         """The world's own group; one that is made here has carried a barrier then."""
         ranks = range(self._world.size)
         key = self._next_key(ranks, self._world.backend, None, None)
-        found = self._find(key, ranks)
-        if found is not None:
-            assert found.held is not None
-            self._record.default_pg = found.held.group
+        if (reused := self._reused(key, ranks)) is not None:
+            self._record.default_pg = reused
             return
         dist.init_process_group(
             self._world.backend,
@@ -59,11 +55,14 @@ class GroupMaker:
             timeout=self._timeout,
             device_id=device,
         )
-        self._note(key, self._record.default_pg, None)
+        group = self._record.default_pg
+        assert group is not None
+        self._note(key, group, None)
 
     def meet(self) -> None:
         """Let all processes find each other over a new default group, where that moves no GPU."""
-        if self.keys[0] in self.made and self._world.backend == "gloo":
+        made = {group for group, _ in self._wanted}
+        if self._record.default_pg in made and self._world.backend == "gloo":
             dist.monitored_barrier(timeout=self._timeout)
 
     def __call__(
@@ -77,14 +76,17 @@ class GroupMaker:
     ) -> Group:
         """The group of these ranks, made or reused, or torch's mark for none of ours.
 
-        ``use_local_synchronization`` is left alone: all processes are here, and with it torch 2.14
-        hangs where they have made different groups before.
+        ``use_local_synchronization`` is left alone: with it torch 2.14 hangs where processes have
+        made different groups before. Without it a process has nothing to do for groups of others:
+        names are given by counting what was asked for, and only a default group that is bound to
+        its device would be asked to split.
         """
         members = sorted(range(self._world.size) if ranks is None else ranks)
         key = self._next_key(members, backend or self._world.backend, pg_options, group_desc)
-        found = self._find(key, members)
-        if found is not None:
-            return _NO_MEMBER if found.held is None else found.held.group
+        if self._world.rank not in members:
+            return _NO_MEMBER
+        if (reused := self._reused(key, members)) is not None:
+            return reused
         group = dist.new_group(
             members,
             timeout=self._timeout,
@@ -92,8 +94,8 @@ class GroupMaker:
             pg_options=pg_options,
             group_desc=group_desc,
         )
-        if isinstance(group, dist.ProcessGroup):
-            self._note(key, group, timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        self._note(key, group, timeout)
         return group
 
     def set_timeouts(self) -> None:
@@ -104,41 +106,23 @@ class GroupMaker:
     def _next_key(
         self, ranks: Sequence[int], backend: str, options: Any, purpose: str | None
     ) -> GroupKey:
-        # All count all groups, made or reused, so that all give the next one the same name.
-        self._record.group_count = self._world.first_name + len(self.keys)
+        # All count all groups, made or not, so that all give the next one the same name.
+        self._record.group_count = self._world.first_name + self._num_asked
+        self._num_asked += 1
         members = self._world.uids(ranks)
         key = GroupKey(members, str(backend), options_text(options), purpose or "")
-        while key in self.keys:
-            key = replace(key, index=key.index + 1)
-        self.keys.append(key)
-        return key
+        self._seen[key] += 1
+        return replace(key, index=self._seen[key] - 1)
 
-    def _find(self, key: GroupKey, ranks: Sequence[int]) -> Found | None:
-        found = self._cache.find(key, self._world.uid) if self._cache is not None else None
-        if found is not None and found.held is not None:
-            found.held.add_to(self._record, ranks)
-            self.reused.append(found.held.group)
-        return found
+    def _reused(self, key: GroupKey, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        held = self._known.get(key)
+        if held is None:
+            return None
+        held.add_to(self._record, ranks)
+        self.held[key] = held
+        self.reused.append(held.group)
+        return held.group
 
-    def _note(
-        self, key: GroupKey, group: dist.ProcessGroup | None, timeout: timedelta | None
-    ) -> None:
-        assert group is not None
-        self.made[key] = Held.of(self._record, group)
+    def _note(self, key: GroupKey, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self.held[key] = Held.of(self._record, group)
         self._wanted.append((group, timeout or timedelta(seconds=self._world.timeout_s)))
-
-
-def options_text(options: Any) -> str:
-    """A backend's options as text that is equal where they are; empty for none."""
-    if options is None:
-        return ""
-    parts = []
-    for name in sorted(set(dir(options)) - _SET_BY_TORCH):
-        if name.startswith("_"):
-            continue
-        value = getattr(options, name)
-        if isinstance(value, (bool, int, float, str, timedelta)):
-            parts.append(f"{name}={value}")
-        elif name == "config":
-            parts.append(f"config=({options_text(value)})")
-    return " ".join(parts)

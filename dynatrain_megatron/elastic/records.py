@@ -14,6 +14,7 @@ All functions here are local.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,16 @@ def entered(record: Any) -> Iterator[None]:
         _set_logged_rank()
 
 
+@contextlib.contextmanager
+def excepthook_kept() -> Iterator[None]:
+    """Take back the hook that torch wraps around ``sys.excepthook`` for each default group."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = before
+
+
 def _set_logged_rank() -> None:
     """Let C++ logs have the rank in the world in force again."""
     group = in_force().default_pg
@@ -183,6 +194,11 @@ def clear(record: Any) -> None:
     record.default_pg = None
 
 
+def unregister(group: dist.ProcessGroup) -> None:
+    """Let C++ forget its name, which it would refuse another group of."""
+    _c10d._unregister_process_group(group.group_name)
+
+
 def end(group: dist.ProcessGroup) -> None:
     """End ``group`` here and for good; whoever uses it afterwards is told so.
 
@@ -191,7 +207,7 @@ def end(group: dist.ProcessGroup) -> None:
     the last reference to the group goes.
     """
     group.shutdown()
-    _c10d._unregister_process_group(group.group_name)
+    unregister(group)
     # torch leaves a group that was shut down usable: on gloo an all_reduce still goes through.
     kind = dist.ProcessGroup.BackendType.UNDEFINED
     for device in group._device_types:

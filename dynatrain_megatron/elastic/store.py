@@ -9,6 +9,7 @@ a process apart (``dynatrain store``) and so outlives any rank.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from dynatrain_megatron.errors import ConfigError, WorldError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import Store, TCPStore
 
 _EVERYWHERE = "0.0.0.0"
 _BACKLOG = 2048  # connections that may wait at once: all ranks come together
@@ -39,6 +40,20 @@ class StoreAddress:
         if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ConfigError(f"a store's address is HOST:PORT, not {text!r}")
         return cls(host.strip("[]"), int(port))
+
+    @classmethod
+    def of_launch(cls) -> StoreAddress:
+        """The store that this process's launcher gave it to find the others at.
+
+        Raises :class:`WorldError` where the launcher's environment does not say where it is.
+        """
+        host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        if not host or not port.isdecimal():
+            raise WorldError(
+                "MASTER_ADDR and MASTER_PORT do not say where this job's processes meet; start it "
+                "by torchrun, or give elastic.store=HOST:PORT"
+            )
+        return cls(host, int(port))
 
     def __str__(self) -> str:
         """The form that :meth:`parse` reads."""
@@ -62,20 +77,35 @@ class StoreAddress:
             )
 
 
-class StoreClients:
-    """One client for each thread that asks."""
+class JobStore:
+    """The part of a store that belongs to one job: a client of its own for each thread that asks.
 
-    def __init__(self, address: StoreAddress, *, timeout_s: float) -> None:
+    ``job`` is a text that no other job has that uses the same store.
+    """
+
+    def __init__(self, address: StoreAddress, job: str, *, timeout_s: float) -> None:
         self.address = address
+        self.job = job
         self._timeout_s = timeout_s
         self._here = threading.local()
 
-    def here(self) -> TCPStore:
-        """This thread's client; made at the first call, dropped when the thread ends."""
-        client: TCPStore | None = getattr(self._here, "client", None)
+    def here(self) -> Store:
+        """This thread's client; made at the first call, dropped when the thread ends.
+
+        Raises :class:`WorldError` where the store is out of reach.
+        """
+        from torch._C._distributed_c10d import PrefixStore
+
+        client: Store | None = getattr(self._here, "client", None)
         if client is None:
-            client = self._here.client = self.address.connect(timeout_s=self._timeout_s)
+            whole = self.address.connect(timeout_s=self._timeout_s)
+            client = self._here.client = PrefixStore(f"dynatrain/{self.job}", whole)
         return client
+
+    def new_world_ids(self, count: int) -> list[int]:
+        """Ids that no world of any job of this store ever had."""
+        last = self.address.connect(timeout_s=self._timeout_s).add("dynatrain/worlds", count)
+        return list(range(last - count + 1, last + 1))
 
 
 @contextlib.contextmanager

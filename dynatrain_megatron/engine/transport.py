@@ -112,8 +112,8 @@ class Transport(ABC):
 class TorchTransport(Transport):
     """Over a torch.distributed group (gloo: CPU tensors; NCCL: CUDA tensors).
 
-    ``rank`` and peers are ranks in the group. The group must be initialised on all its ranks and
-    must carry nothing else meanwhile.
+    ``rank`` and peers are ranks in the group, which may be one of any world. It must be initialised
+    on all its ranks and must carry nothing else meanwhile.
     """
 
     # An operation costs as much as copying so many bytes twice, packing and unpacking them.
@@ -121,27 +121,27 @@ class TorchTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank = group.rank()
+        self.size = group.size()
         self.device = device
-        self._global_rank = dist.get_process_group_ranks(group)
 
     def terms(self, peer: int, *, sending: bool) -> Terms:
         return self._TERMS
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Transfer:
-        ops = [
-            dist.P2POp(dist.irecv, as_bytes(tensor), self._global_rank[peer], self.group)
-            for peer, tensor in receives
-        ]
-        ops += [
-            dist.P2POp(dist.isend, as_bytes(tensor), self._global_rank[peer], self.group)
-            for peer, tensor in sends
-        ]
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         doing = f"rank {self.rank}: transfer with ranks {peers}"
         with failures_of(doing):
-            return _TorchTransfer(doing, dist.batch_isend_irecv(ops) if ops else [])
+            return _TorchTransfer(doing, self._started(sends, receives) if peers else [])
+
+    def _started(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
+        # Not by torch.distributed's functions: those only know groups of the world in force.
+        together = self.device.type != "cpu"
+        if together:
+            self.group._start_coalescing(self.device)
+        works = [self.group.recv([as_bytes(tensor)], peer, 0) for peer, tensor in receives]
+        works += [self.group.send([as_bytes(tensor)], peer, 0) for peer, tensor in sends]
+        return [self.group._end_coalescing(self.device)] if together else works
 
     def all_gather(self, data: bytes, *, timeout_s: float) -> list[bytes]:
         own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8).to(self.device)
@@ -157,8 +157,7 @@ class TorchTransport(Transport):
 
     def _all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, timeout_s: float) -> None:
         with failures_of(f"rank {self.rank}: all-gather"):
-            work = dist.all_gather(parts, own, self.group, async_op=True)
-            work.wait(timedelta(seconds=timeout_s))
+            self.group.allgather([parts], [own]).wait(timedelta(seconds=timeout_s))
 
 
 class _TorchTransfer(Transfer):

@@ -50,6 +50,10 @@ class Recent[Key: Hashable, Value]:
         """The value of this key, taken out."""
         return self._values.pop(key, None)
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._values.clear()
+
     def put(self, key: Key, value: Value) -> list[Value]:
         """Keep a value as the one used last; returns those that had to go, the oldest first."""
         self._values[key] = value

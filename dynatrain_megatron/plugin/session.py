@@ -8,12 +8,15 @@ traceback would keep the old layout's frames alive) and enters ``train`` again, 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
 import json
+import secrets
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,25 +27,47 @@ from dynatrain_megatron.adapters.built import Built, BuiltCache, BuiltKey
 from dynatrain_megatron.adapters.handover import stay, sync_functions
 from dynatrain_megatron.adapters.job import Iterators, Job, Recipe
 from dynatrain_megatron.adapters.samplers import LaunchData
-from dynatrain_megatron.adapters.skeleton import Skeleton
+from dynatrain_megatron.adapters.skeleton import Skeleton, build_nothing
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EnginePlacement,
     EnginePromote,
+    OnLeave,
     OnRefusal,
+    Overlap,
     ScheduleStep,
     Verify,
 )
-from dynatrain_megatron.errors import LayoutError, SplitStateError, SwitchRefused
+from dynatrain_megatron.elastic import live
+from dynatrain_megatron.elastic.control import JobFile
+from dynatrain_megatron.elastic.store import JobStore, StoreAddress
+from dynatrain_megatron.elastic.world import process_uid
+from dynatrain_megatron.errors import (
+    DynaTrainError,
+    LayoutError,
+    SplitStateError,
+    SwitchAborted,
+    SwitchRefused,
+    WorldError,
+)
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.observe import RunLog, progress
 from dynatrain_megatron.planner import PlanOptions, read_topology_file
 from dynatrain_megatron.platform import current as current_platform
+from dynatrain_megatron.plugin.joining import Joining, card_of
+from dynatrain_megatron.plugin.leader import Leader, wanted_world
+from dynatrain_megatron.plugin.membership import Membership, Pending
+from dynatrain_megatron.plugin.notice import Notice
 from dynatrain_megatron.transition import Target, check_request, switch
-from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport
+from dynatrain_megatron.transition.posted import Posted
+from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport, wire_of
 
 Original = Callable[..., Any]
 Call = inspect.BoundArguments
+
+
+_LEAD_STEPS = 10
+"""So many steps before a step of the schedule its worlds begin to be built."""
 
 
 class SwitchNow(BaseException):
@@ -51,10 +76,9 @@ class SwitchNow(BaseException):
 
 @dataclass(frozen=True)
 class _Due:
-    """A switch that has passed every check, and the seconds that took."""
+    """A switch that begins now, and the seconds its checks took at this boundary."""
 
-    step: ScheduleStep
-    target: Target
+    pending: Pending
     prepare_s: float
 
 
@@ -62,12 +86,19 @@ class Session:
     """State of one run; its ``on_…`` methods are what the hooks call, on every rank alike."""
 
     def __init__(self, config: DynaTrainConfig) -> None:
-        """Raises ConfigError where the topology file is wrong."""
+        """Raises ConfigError where the topology file is wrong, WorldError where no job answers."""
+        self._joining: Joining | None = None
+        if config.elastic.join is not None:
+            self._joining = Joining(config, timeout_s=config.elastic.connect_timeout_s)
+            self._joining.enter_fake_world()
+            config = self._joining.config
         self.config = config
         self._topology = None if config.topology == "auto" else read_topology_file(config.topology)
         self.log = RunLog(config.run_dir)
         self.job: Job | None = None
-        self._pending: list[ScheduleStep] = list(config.steps())
+        self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
+        self._membership: Membership | None = None
+        self._leader: Leader | None = None
         self._launch: LaunchArguments | None = None
         self._launch_layout: ParallelLayout | None = None
         self._baseline: Namespace | None = None
@@ -75,7 +106,6 @@ class Session:
         self._setup: tuple[Original, Call] | None = None
         self._build_iterators: Original | None = None
         self._test_iterators: list[Any] = []
-        self._totals: dict[str, Any] = {}
         self._num_entries = 0
         self._num_switches = 0
         self._boundary_s = 0.0
@@ -100,9 +130,16 @@ class Session:
         launch = LaunchArguments.capture(parsed, call.arguments.get("defaults") or {})
         result = original(*call.args, **call.kwargs)
         args = parsed if result is None else result
+        if self._joining is not None:
+            refusals = self._joining.refusals(launch)
+            if refusals:
+                told = "; ".join(refusals)
+                _end(f"this process cannot join: {told}; start it with the job's flags", 0)
+            self._joining.keep_quiet(args)
         self._launch, self._baseline = launch, Namespace(**vars(args))
         self._launch_layout = layout_of(args, launch)
-        self._check_schedule(args)
+        if self._joining is None:
+            self._check_schedule(args)
         return result
 
     def _check_schedule(self, args: Namespace) -> None:
@@ -120,8 +157,10 @@ class Session:
                     "source out or mend the flags",
                     args.rank,
                 )
-        for step in self._pending:
+        world = args.world_size
+        for _, step in self._steps:
             try:
+                world = wanted_world(step.layout_changes, self._launch_layout) or world
                 source = check_request(
                     step.layout_changes,
                     launch=self._launch,
@@ -129,6 +168,8 @@ class Session:
                     source=source,
                     args=args,
                     consumed_samples=consumed_after(args, step.iteration),
+                    world=world,
+                    rank=0,
                 ).layout
             except SwitchRefused as refusal:
                 message = f"the switch at iteration {step.iteration} is not possible: {refusal}"
@@ -146,11 +187,17 @@ class Session:
     def on_setup(self, original: Original, call: Call) -> Any:
         if self._setup is None:
             self._setup = (original, call)
+        if self._joining is not None:
+            return build_nothing(lambda: original(*call.args, **call.kwargs))
         return original(*call.args, **call.kwargs)
 
     def on_build_iterators(self, original: Original, call: Call) -> Any:
-        built = original(*call.args, **call.kwargs)
         self._build_iterators = original
+        if self._joining is not None:
+            self._joining.expect_to_train()
+            self._test_iterators.append(None)
+            return None, None, None
+        built = original(*call.args, **call.kwargs)
         self._test_iterators.append(built[2])
         return built
 
@@ -164,6 +211,16 @@ class Session:
             return original(*call.args, **call.kwargs)
         self.job = job
         current_platform().links()  # takes a while the first time: not when a switch waits for it
+        self._take_part(job)
+        try:
+            if self._joining is not None:
+                self._enter(job)
+                self._use(job, call)
+            return self._train(job, original, call)
+        finally:
+            self._part(job)
+
+    def _train(self, job: Job, original: Original, call: Call) -> Any:
         while True:
             self._num_entries += 1
             functions = sync_functions(job.config)
@@ -173,8 +230,88 @@ class Session:
                 pass
             if not self._switch(job):
                 stay(job, functions)
-            call.arguments["train_data_iterator"] = job.iterators.train
-            call.arguments["valid_data_iterator"] = job.iterators.valid
+            elif job.built is None:
+                self._leave(job)
+            self._use(job, call)
+
+    def _use(self, job: Job, call: Call) -> None:
+        call.arguments["train_data_iterator"] = job.iterators.train
+        call.arguments["valid_data_iterator"] = job.iterators.valid
+
+    def _take_part(self, job: Job) -> None:
+        """Begin to watch the job's store, where there is one; on rank 0 tell of the job in it."""
+        if job.store is None:
+            return
+        assert self._launch is not None
+        elastic, options = self.config.elastic, self._options()
+        overlaps = elastic.overlap is Overlap.thread or (
+            elastic.overlap is Overlap.auto and current_platform().backend == "gloo"
+        )
+        self._membership = Membership(
+            job,
+            job.store,
+            self._check_posted,
+            wire_of(options),
+            overlaps=overlaps,
+            timeout_s=elastic.timeout_s,
+        )
+        self._leader = Leader(
+            job, self._membership, self._feasible, lead_steps=_LEAD_STEPS if overlaps else 0
+        )
+        if self._joining is None and self._membership.leads:
+            card = card_of(job.store.job, self._launch, self.config)
+            card.write(job.store.address, timeout_s=elastic.connect_timeout_s)
+            JobFile(str(job.store.address), job.store.job, job.secret).write(self.log.run_dir)
+            progress(0, f"processes can join at {job.store.address}")
+        self._membership.start()
+        self._notice = Notice(elastic.leave_signal, self._membership, job.args)
+
+    def _part(self, job: Job) -> None:
+        """However training has ended here; on rank 0 those that wait for the job learn of it."""
+        if self._membership is None:
+            return
+        self._membership.stop()
+        self._notice.restore()
+        if self._membership.leads:
+            with contextlib.suppress(WorldError, RuntimeError):
+                self._membership.directory.end("training has ended")
+
+    # -- joining and leaving -----------------------------------------------------------------
+
+    def _enter(self, job: Job) -> None:
+        """Wait until the job takes this process in; ends the process where the job ends first."""
+        membership = self._membership
+        assert membership is not None
+        membership.directory.arrive(membership.uid)
+        while True:
+            print(f"[dynatrain] {membership.uid} waits to be taken into the job", flush=True)
+            try:
+                pending = membership.wait_for_call()
+            except WorldError as error:
+                print(f"[dynatrain] {membership.uid} was not taken in: {error}", flush=True)
+                raise SystemExit(0) from None
+            if pending.prepared is None:  # refused here: the others find out when they connect
+                membership.give_up(pending)
+                continue
+            self._boundary_s = time.perf_counter()
+            self._due = _Due(pending, 0.0)
+            if self._switch(job):
+                break
+        self._num_entries = max(1, self._num_entries)  # the run's first step was another's
+        at = pending.posted.at
+        self._steps = [
+            (k, step) for k, step in self._steps if step.iteration > max(at, job.iteration)
+        ]
+
+    def _leave(self, job: Job) -> None:
+        """This process has no part in the job any more: it ends, or waits to be taken in again."""
+        membership = self._membership
+        assert membership is not None
+        if self.config.elastic.on_leave is OnLeave.exit:
+            print(f"[dynatrain] {membership.uid} has left the job", flush=True)
+            raise SystemExit(0)
+        membership.has_notice = False
+        self._enter(job)
 
     def _first_job(self, call: Call) -> Job | None:
         from megatron.training import get_args
@@ -223,10 +360,33 @@ class Session:
             dormant=BuiltCache(self.config.elastic.cache_worlds),
             checkpointing_context=given["checkpointing_context"],
         )
-        key = BuiltKey.of(job.layout, args)
-        job.built = Built(key, groups.capture(), Skeleton.of_launch(job), args)
+        if self._joining is not None:
+            job.store = JobStore(
+                self._joining.address,
+                self._joining.card.name,
+                timeout_s=self.config.elastic.timeout_s,
+            )
+            return job
+        world = live.adopt(live.gather_uids(), groups.capture())
+        processes = world.world.processes
+        job.secret = live.gather(secrets.token_hex(16))[0]
+        job.store = self._job_store(processes)
+        key = BuiltKey.of(job.layout, args, processes, world.world.backend)
+        job.built = Built(key, world, Skeleton.of_launch(job), args)
         job.built.note_as_built()
         return job
+
+    def _job_store(self, processes: Sequence[str]) -> JobStore | None:
+        """Where the processes agree on switches; None where the launch does not say."""
+        if self.config.elastic.store != "auto":
+            address = StoreAddress.parse(self.config.elastic.store)
+        else:
+            try:
+                address = StoreAddress.of_launch()
+            except WorldError:
+                return None
+        name = hashlib.sha256(",".join(processes).encode()).hexdigest()[:12]
+        return JobStore(address, name, timeout_s=self.config.elastic.timeout_s)
 
     def on_step_end(self, original: Original, call: Call) -> Any:
         """The step boundary: leave ``train`` where a switch is due and the run does not end."""
@@ -244,40 +404,111 @@ class Session:
 
     def _switch_is_due(self, job: Job) -> bool:
         """Whether a switch begins here; an impossible one is refused without leaving the loop."""
-        if not self._pending or job.iteration < self._pending[0].iteration:
-            return False
-        assert self._launch is not None and self._launch_layout is not None
         self._boundary_s = time.perf_counter()
-        step = self._pending.pop(0)
         # A run that goes on from a checkpoint may have passed several: only the last one counts.
-        while self._pending and job.iteration >= self._pending[0].iteration:
-            step = self._pending.pop(0)
+        while len(self._steps) > 1 and job.iteration >= self._steps[1][1].iteration:
+            self._steps.pop(0)
+        membership, is_due = self._membership, False
+        pending = None if membership is None else membership.at_boundary(job.iteration)
+        if pending is None and self._steps and job.iteration >= self._steps[0][1].iteration:
+            pending, is_due = self._step_due(job), True
+        if pending is not None:
+            self._due = _Due(pending, time.perf_counter() - self._boundary_s)
+            return True
+        if membership is not None and membership.leads and not is_due:
+            assert self._leader is not None
+            self._leader.announce(job.iteration, self._steps)
+        return False
+
+    def _step_due(self, job: Job) -> Pending | None:
+        """The schedule's step that is due, unless it cannot be, or another switch comes first."""
+        index, step = self._steps[0]
+        assert self._launch_layout is not None
         try:
-            target = check_request(
-                step.layout_changes,
-                launch=self._launch,
-                launch_layout=self._launch_layout,
-                source=job.layout,
-                args=job.args,
-                consumed_samples=job.args.consumed_train_samples,
-            )
-        except SwitchRefused as refusal:
-            self._refused(job, step, refusal)
-            return False
-        if target.layout == job.layout:
-            progress(job.args.rank, f"iteration {job.iteration}: already in layout {job.layout}")
-            return False
-        self._due = _Due(step, target, time.perf_counter() - self._boundary_s)
-        return True
+            world = wanted_world(step.layout_changes, self._launch_layout)
+            if world in (None, job.args.world_size):
+                layout = self._feasible(step.layout_changes, job.args.world_size)
+                if layout == job.layout:
+                    self._steps.pop(0)
+                    progress(
+                        job.args.rank, f"iteration {job.iteration}: already in layout {layout}"
+                    )
+                    return None
+            if self._membership is None:
+                raise SwitchRefused(
+                    "this job's processes have no store to agree on a switch at",
+                    "start it by torchrun, or give elastic.store=HOST:PORT",
+                )
+            pending = self._announced(job, self._membership, index, step)
+        except (SwitchRefused, LayoutError) as refusal:
+            self._steps.pop(0)
+            self._refused(job, step.layout_changes, refusal)
+            return None
+        if pending is not None and pending.posted.step == index:
+            self._steps.pop(0)
+        return pending
+
+    def _announced(
+        self, job: Job, membership: Membership, index: int, step: ScheduleStep
+    ) -> Pending | None:
+        """Step ``index`` as rank 0 has announced it, or what comes first, or None for later."""
+        while True:
+            number = job.num_changes + 1
+            if membership.leads:
+                assert self._leader is not None
+                if self._leader.posted < number:
+                    self._leader.post_step(step, index)
+                elif self._leader.posted_step != index:
+                    membership.board.call_off(number, "a step of the schedule comes first")
+            pending = membership.announced(number)
+            if pending.posted.step != index:
+                found = membership.decided(pending, job.iteration)
+                if found is not None or not pending.called_off:
+                    return found
+                continue
+            membership.prepare(pending)
+            if pending.refused:
+                membership.give_up(pending)
+                raise SwitchRefused(pending.refused)
+            if membership.leads:
+                membership.board.stop(number, job.iteration)
+            return pending
+
+    def _feasible(self, wanted: Any, world: int) -> ParallelLayout:
+        """The layout of a request; raises SwitchRefused."""
+        job = self.job
+        assert job is not None
+        return self._target(wanted, world, job.args.rank if job.args.rank < world else 0).layout
+
+    def _check_posted(self, posted: Posted) -> Target:
+        """What an announced switch makes of this process; raises SwitchRefused."""
+        change, uid = posted.change, process_uid()
+        rank = change.target.index(uid) if uid in change.target else 0
+        return self._target(posted.layout, len(change.target), rank)
+
+    def _target(self, wanted: Any, world: int, rank: int) -> Target:
+        job = self.job
+        assert job is not None and self._launch is not None and self._launch_layout is not None
+        return check_request(
+            wanted,
+            launch=self._launch,
+            launch_layout=self._launch_layout,
+            source=job.layout,
+            args=job.args,
+            consumed_samples=job.args.consumed_train_samples,
+            world=world,
+            rank=rank,
+        )
 
     def on_training_log(self, original: Original, call: Call) -> Any:
         """Make the log read as if ``train`` had never been left, and record the step."""
         if self._num_entries > 1:
             if "is_first_iteration" in inspect.signature(original).parameters:
                 call.arguments["is_first_iteration"] = False
-            call.arguments["total_loss_dict"] = self._totals
-        else:
-            self._totals = call.arguments["total_loss_dict"]
+            if self.job is not None:
+                call.arguments["total_loss_dict"] = self.job.totals
+        elif self.job is not None:
+            self.job.totals = call.arguments["total_loss_dict"]
         self._record_step(call.arguments)
         return original(*call.args, **call.kwargs)
 
@@ -301,31 +532,45 @@ class Session:
     # -- switching ---------------------------------------------------------------------------
 
     def _switch(self, job: Job) -> bool:
-        """Do what is due at this boundary; False where the job stays in the old layout."""
+        """Do what is due at this boundary; False where the process stays where it was."""
         from megatron.training import get_timers
 
-        assert self._due is not None
+        assert self._due is not None and self._membership is not None
         due, self._due = self._due, None
+        pending = due.pending
         job.args.iteration = job.iteration
         job.args.num_floating_point_operations_so_far = job.num_flops
         for timer in get_timers()._timers.values():
             if timer._started:
                 timer.stop()
+        assert pending.prepared is not None
+        target = pending.prepared.target
         try:
-            report = switch(job, due.target, self._options())
-        except SwitchRefused as refusal:
-            self._refused(job, due.step, refusal)
+            report = switch(job, target, self._options(), pending.prepared, pending.building)
+        except (SwitchRefused, SwitchAborted) as refusal:
+            pending.refused = str(refusal)
+            self._membership.give_up(pending)
+            self._refused(job, pending.posted.layout, refusal)
             return False
         except SplitStateError as error:
             self._split = error
             raise
+        finally:
+            self._membership.conclude(pending)
         self._num_switches += 1
+        job.args.iteration = job.iteration
+        report.origin = pending.posted.origin
         report.seconds = {"prepare": due.prepare_s, **report.seconds}
+        if job.built is None:
+            return True
         if self.config.save_after_switch:
             begin = time.perf_counter()
             self._save(job)
             report.seconds["save"] = time.perf_counter() - begin
         self._done(job, report, time.perf_counter() - self._boundary_s)
+        if self._membership.leads and pending.posted.request is not None:
+            answer = {"state": "done", "layout": report.target, "iteration": job.iteration}
+            self._membership.directory.answer(pending.posted.request, answer)
         return True
 
     def _check_whole(self) -> None:
@@ -381,6 +626,8 @@ class Session:
             check_replicas=engine.check_replicas,
             topology=self._topology,
             placement=engine.placement is EnginePlacement.best,
+            connect_s=self.config.elastic.connect_timeout_s,
+            decide_s=self.config.elastic.timeout_s,
             timeout_s=engine.timeout_s,
         )
 
@@ -394,20 +641,23 @@ class Session:
             fields = asdict(report)
             self.log.event("switch", **fields, ok=True, stall_s=stall_s)
 
-    def _refused(self, job: Job, step: ScheduleStep, refusal: SwitchRefused) -> None:
-        message = f"iteration {job.iteration}: switch refused: {refusal}"
+    def _refused(self, job: Job, wanted: Any, refusal: DynaTrainError) -> None:
+        """Say and note that a switch was refused, or begun and called off."""
+        if job.built is None:
+            print(f"[dynatrain] not taken into the job: {refusal}", flush=True)
+            return
+        what = "called off" if isinstance(refusal, SwitchAborted) else "refused"
+        message = f"iteration {job.iteration}: switch {what}: {refusal}"
         progress(job.args.rank, message)
         if job.args.rank == 0:
             self.log.event(
                 "refused",
                 iteration=job.iteration,
                 source=str(job.layout),
-                target=step.layout_changes
-                if isinstance(step.layout_changes, str)
-                else json.dumps(step.layout_changes),
+                target=wanted if isinstance(wanted, str) else json.dumps(wanted),
                 ok=False,
-                reason=refusal.reason,
-                next_step=refusal.next_step,
+                reason=getattr(refusal, "reason", str(refusal)),
+                next_step=getattr(refusal, "next_step", ""),
             )
         if self.config.on_refusal is OnRefusal.fail:
             raise SystemExit(1)

@@ -30,21 +30,24 @@ def check_request(
     source: ParallelLayout,
     args: Namespace,
     consumed_samples: int,
+    world: int | None = None,
+    rank: int | None = None,
 ) -> Target:
     """Check a request against everything it needs; local, the same answer on every rank.
 
-    ``consumed_samples`` is how many the run will have trained on when the layout changes. Raises
-    :class:`SwitchRefused` with the rule that stands against it and both values.
+    ``consumed_samples`` is how many the run will have trained on when the layout changes. ``world``
+    is the number of ranks it will have, ``rank`` this process's there, by default those it has.
+    Raises :class:`SwitchRefused` with the rule that stands against it and both values.
     """
     try:
-        layout = derive(launch_layout, wanted, args.world_size)
+        layout = derive(launch_layout, wanted, args.world_size if world is None else world)
         layout.check(model_shape(args, launch))
         check_batches(args, source, layout, consumed_samples)
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
     check_supported(args, source, layout)
     try:
-        target = Target(layout, launch.validated(layout, args))
+        target = Target(layout, launch.validated(layout, args, rank))
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
     # What a flag means may depend on the layout: weight shards beyond tp are none in a larger tp.

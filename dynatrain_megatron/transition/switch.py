@@ -1,319 +1,190 @@
-"""One switch of a running job, on the same processes, at a step boundary.
+"""One switch of a running job at a step boundary, on the same processes, more, fewer or others.
 
 ::
 
-    quiesce   finish what is in flight, describe the state as it lies       old groups in force
+    worlds    a bridge between all processes, the target's groups: made, if not made before
+    quiesce   finish what is in flight, describe the state as it lies       old world in force
     replicas  if asked: what several ranks hold compared, refused where it differs
-    groups    make the target's process groups aside, install them          new groups in force
-    build     target model, optimizer, scheduler, iterators: empty
+    build     target model, optimizer, scheduler, iterators: empty          new world in force
     plan      exchange rosters, every rank makes the same plan, digests compared
     memory    memory for what is moved, and where it must be, that of what has been moved freed
     move      pack, wire, unpack into the new objects; the old ones are only read
     rebuild   parameters gathered from main parameters
     verify    every receiver's bits against their sources', the whole against the whole
+    vote      all commit, or none does                                      :mod:`.attempt`
     commit    the host's objects become the new ones; old memory goes
 
-Until commit the old state is whole: whatever raises before puts the host back as it was. Where
-there is no memory for that, state moves in stages, and what has been read and verified is freed
-(:mod:`.move`): from then on the switch must succeed, or the job ends.
+A process that joins has no old state, one that leaves no new one; the rest is the same for all.
 
-The layout left stays dormant: where a switch comes back to one, groups and objects are there,
-without memory, and rosters, plan and what the transfer copies are known.
+Until the vote the old state is whole: whatever raises before calls the switch off on all
+processes, and puts the host back as it was. Where there is no memory for that, state moves in
+stages, and what has been read and verified is freed (:mod:`.move`): from then on the switch must
+succeed, or the job ends.
+
+The layout left stays dormant where its processes do: where a switch comes back to one, groups and
+objects are there, without memory, and rosters, plan and what the transfer copies are known.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
-import socket
-import time
+import traceback
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
-import torch.distributed as dist
-
-from dynatrain_megatron.adapters import arguments, groups, skeleton
-from dynatrain_megatron.adapters.built import Built, BuiltKey
-from dynatrain_megatron.adapters.handover import finish_in_flight, hand_over
-from dynatrain_megatron.adapters.job import Iterators, Job, RostersKey
+from dynatrain_megatron.adapters import arguments, groups, skeleton, writers
+from dynatrain_megatron.adapters.built import Built
+from dynatrain_megatron.adapters.handover import (
+    finish_in_flight,
+    hand_over,
+    let_go,
+    renumber,
+)
+from dynatrain_megatron.adapters.job import BoundPlans, Bridge, Iterators, Job
+from dynatrain_megatron.adapters.position import position_of, take_over
 from dynatrain_megatron.adapters.skeleton import become
-from dynatrain_megatron.adapters.state import HostState, Steps, merge_steps
-from dynatrain_megatron.config import EngineTransport, KeepSource
-from dynatrain_megatron.engine import BoundPlan, Fragments, Transport, connect
+from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.config import KeepSource
+from dynatrain_megatron.elastic import records
+from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.engine.fingerprint import Sums, fingerprint_of, own_sums
-from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped, Ledger, storage_sizes
 from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.engine.unwritten import Unwritten
 from dynatrain_megatron.errors import (
-    ConfigError,
     SplitStateError,
+    SwitchAborted,
     SwitchRefused,
-    TransitionError,
+    WorldError,
 )
-from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.observe import progress
-from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, place
 from dynatrain_megatron.planner.checks import held_once
-from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak
 from dynatrain_megatron.platform import current as current_platform
+from dynatrain_megatron.transition import agree
+from dynatrain_megatron.transition.agree import Planned, Side, SwitchOptions
+from dynatrain_megatron.transition.attempt import Attempt
 from dynatrain_megatron.transition.check import Target
-from dynatrain_megatron.transition.keep import Free, decide
+from dynatrain_megatron.transition.keep import Free
 from dynatrain_megatron.transition.move import Frees, Move
-from dynatrain_megatron.vps import Roster, RosterSet
-from dynatrain_megatron.vps.roster import union_of_tensors
+from dynatrain_megatron.transition.prepare import (
+    Prepared,
+    Wire,
+    Worlds,
+    build,
+    change_in_place,
+    prepare,
+)
+from dynatrain_megatron.transition.report import Phases, SwitchReport, fill_in
+from dynatrain_megatron.vps import RosterSet
 
-logger = logging.getLogger(__name__)
-
-_RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
-_MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
-_MOST_RANKS_IN_MATRIX = 64  # a number for each pair of ranks is more than a line of a log should be
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchOptions:
-    """``verify`` False skips the fingerprints; ``timeout_s`` bounds each wait of the transfer.
-
-    ``check_replicas`` compares what several ranks hold before anything is built. ``topology`` is
-    what the user says of nodes and links. ``placement`` True works out what another placement of
-    the processes would save, and says so; every process keeps its rank.
-    """
-
-    plan: PlanOptions
-    transport: EngineTransport = EngineTransport.auto
-    verify: bool = True
-    keep_source: KeepSource = KeepSource.auto
-    check_replicas: bool = False
-    topology: TopologyFile | None = None
-    placement: bool = False
-    timeout_s: float = 600.0
+__all__ = ["SwitchOptions", "SwitchReport", "switch", "wire_of"]
 
 
-@dataclass
-class SwitchReport:
-    """What a switch did, as the event log tells it; equal on every rank but for local bytes.
-
-    ``schedule`` is what placed the messages, never ``auto``, ``predicted_s`` what it says beside
-    the measured ``seconds["wire"]``. ``bytes_matrix`` is None with more than 64 ranks.
-    """
-
-    iteration: int
-    source: str
-    target: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)
-    ops: int = 0
-    rounds: int = 0
-    schedule: str = ""
-    predicted_s: float = 0.0
-    stages: int = 1
-    keep_source: str = ""
-    peak_extra_bytes: int = 0
-    planned_peak_extra_bytes: int = 0
-    bound_peak_extra_bytes: int = 0
-    fingerprint: dict[str, str] | None = None
-    bytes_matrix: list[list[int]] | None = None
-    placement: dict[str, Any] | None = None
+def wire_of(options: SwitchOptions) -> Wire:
+    """How the bridge of a switch with these options is built."""
+    return Wire(options.transport, options.plan.staging_bytes, options.timeout_s, options.connect_s)
 
 
-class _Phases:
-    """Times the phases of a switch and prints a line for each on rank 0."""
-
-    def __init__(self, report: SwitchReport, rank: int) -> None:
-        self._report = report
-        self._rank = rank
-
-    @contextlib.contextmanager
-    def __call__(self, name: str, doing: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds
-        progress(self._rank, f"{name:8s} {seconds:7.3f} s  {doing}")
-
-
-def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
+def switch(
+    job: Job,
+    target: Target,
+    options: SwitchOptions,
+    prepared: Prepared | None = None,
+    building: Building[Worlds] | None = None,
+) -> SwitchReport:
     """Take ``job`` from its layout to the target's; collective, on the main thread.
 
-    Runs at a step boundary, outside ``train``. Raises :class:`SwitchRefused` where the state
-    cannot be described (nothing was changed), :class:`TransitionError` where the transfer fails
-    (the host's globals are put back; the old state is intact), and :class:`SplitStateError` where
-    something fails after parts of the old state were freed.
+    Runs at a step boundary, outside ``train``, on all processes of the source and of the target.
+    Without ``prepared`` the processes stay as they are; without ``building`` worlds are made here.
+    ``job.built`` is None afterwards on a process that has left.
+
+    Raises :class:`SwitchRefused` where the switch cannot be (nothing was changed),
+    :class:`SwitchAborted` where it was called off on all processes (the old state is intact, the
+    host's globals are put back), :class:`TransitionError` where a process does not come back from
+    that, and :class:`SplitStateError` where something fails after parts of the old state were
+    freed: the job must end then.
     """
-    frees = Frees()
+    if job.store is None:
+        raise SwitchRefused(
+            "this job's processes have no store to agree on a switch at",
+            "start it by torchrun, or give elastic.store=HOST:PORT",
+        )
+    report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
+    phase = Phases(report, -1 if job.built is None else job.args.rank)
+    if prepared is None:
+        prepared = prepare(job, change_in_place(job, timeout_s=options.timeout_s), target)
+    change = prepared.change
+    attempt = Attempt(job.store, change, process_uid())
+    if job.built is not None:
+        who = _who(prepared)
+        progress(job.args.rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}{who}")
+    run = _Switch(job, prepared, options, attempt, report, phase)
     try:
-        return _switch(job, target, options, frees)
+        with phase("groups", "process groups made" if prepared.wanted else "process groups kept"):
+            run.worlds = _worlds(prepared, building, job, options)
+        job.bridge = run.worlds.bridge
+        run.move()
+        with phase("vote", "all ranks ready to commit"):
+            attempt.vote(timeout_s=options.decide_s)
+    except SwitchRefused as refusal:
+        _give_up(run, attempt, str(refusal))
+        raise
     except Exception as error:
-        if frees.begun:
+        if run.frees.begun:
             raise SplitStateError(
                 f"the switch failed after parts of the old state had been freed: {error}; the "
                 "state is split between two layouts, so the job must end. Start again from the "
                 "last checkpoint; with engine.keep_source=always a switch can go back"
             ) from error
-        raise
-
-
-def _switch(job: Job, target: Target, options: SwitchOptions, frees: Frees) -> SwitchReport:
-    rank = job.args.rank
-    report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
-    phase = _Phases(report, rank)
-    progress(rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}")
-    free = Free.now()
-    source = job.built
-    assert source is not None
-    with phase("quiesce", "asynchronous saves finished, old state described"):
-        finish_in_flight()
-        current_platform().synchronize()
-        bridge = _bridge(job, options)
-        old = _holdings(source, _described(source, bridge, options.timeout_s))
-        ledger, sizes = Ledger(source.state.tensors()), storage_sizes(source.state.tensors())
-    if options.check_replicas:
-        with phase("replicas", "what several ranks hold compared"):
-            replicated = RosterSet.merge(_gather_rosters(old.fragments, bridge, options.timeout_s))
-            check_replicas(replicated, old.fragments, bridge, timeout_s=options.timeout_s)
-    with skeleton.host_context(job), _without_gradients(source.state):
-        baseline = _install_arguments(job, target)
-        ready = _ready(job, target.layout, phase, bridge, options.timeout_s)
-        new_state, new = ready.built.state, ready.holdings
-        ledger.watch(new_state.tensors())
-        ledger.mark(ready.most_bytes)
-        with phase("plan", "rosters exchanged, plan made"):
-            try:
-                planned = _planned(job, source, ready.built, old, new, free, bridge, options)
-                steps = _exchange_steps(source.state.steps(), bridge, options.timeout_s)
-            except SwitchRefused:
-                ready.built.destroy()
-                raise
-            plan, rosters = planned.plan, planned.rosters
-            if options.placement:
-                report.placement = _what_placement_would_save(rosters, planned.topology, rank)
-        frees.wanted = planned.kept is KeepSource.never
-        give_back = current_platform().empty_cache
-        move = Move(plan, old, new, ready.missing, ledger, frees, give_back, planned.bound)
-        peak = move.planned(rosters, rank, bridge.held_bytes)
-        if options.verify:
-            with phase("verify", "old state hashed where ranks hold the same"):
-                shared = ~(held_once(rosters[0]) & held_once(rosters[1]))
-                before = own_sums(rosters[0], old.fragments, bridge.rank, chosen=shared)
-        move.run(rosters, bridge, verify=options.verify, timeout_s=options.timeout_s)
-        for name, seconds in move.seconds.items():
-            report.seconds[name] = report.seconds.get(name, 0.0) + seconds
-        if move.bound is not None:
-            job.bound_plans.put(plan.plans[0], old.fragments, new.fragments, move.bound)
-        with phase("rebuild", "parameters gathered from main parameters"):
-            move.rebuild_begins()
-            new_state.restore_steps(steps)
-            rebuilt = new_state.rebuild_params()
-        if options.verify:
-            with phase("verify", "fingerprints compared"):
-                after = own_sums(rosters[1], new.fragments, bridge.rank, chosen=shared)
-                # The rest moved once from the only holder to the only holder: known by now.
-                gave, got = move.sums(before, rosters[0])
-                before[~shared], after[~shared] = gave[~shared], got[~shared]
-                report.fingerprint = _compared(
-                    rosters[0],
-                    fingerprint_of(before, bridge, timeout_s=options.timeout_s),
-                    fingerprint_of(after, bridge, timeout_s=options.timeout_s),
-                )
-    with phase("commit", "old memory released"):
-        assert ready.iterators is not None
-        destroyed = hand_over(job, ready.built, ready.iterators, baseline, sizes)
-        for tensor in new_state.gradients():
-            ready.missing.restore_one(tensor.untyped_storage(), zeros=True)
-        ledger.watch(new_state.tensors())
-        ledger.mark()
-        num_groups = len(ready.built.groups.process_groups())
-        report.groups = {
-            "reused": num_groups * ready.woken,
-            "created": num_groups * (not ready.woken),
-            "destroyed": destroyed,
-        }
-        report.keep_source, report.stages = str(planned.kept), plan.stages.count
-        report.peak_extra_bytes = ledger.peak_extra_bytes
-        _fill_in(report, plan, move, peak, rebuilt, bridge, options.timeout_s)
-    progress(
-        rank,
-        f"memory   {report.keep_source} kept, {report.stages} stages: at most "
-        f"{report.peak_extra_bytes} bytes more on a rank (planned "
-        f"{report.planned_peak_extra_bytes}, bound {report.bound_peak_extra_bytes})",
-    )
+        reason = _give_up(run, attempt, f"{type(error).__name__}: {error}")
+        _release(error)
+        raise SwitchAborted(reason) from error
+    run.commit()
     return report
 
 
-def _bridge(job: Job, options: SwitchOptions) -> Transport:
-    """The group that carries transfers and nothing else; made once for a set of processes."""
-    if job.bridge is None:
-        group = dist.new_group(group_desc="DYNATRAIN_BRIDGE")
-        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
-        device = current_platform().device
-        try:
-            job.bridge = connect(
-                group,
-                device,
-                options.transport,
-                timeout_s=options.timeout_s,
-                ring_bytes=options.plan.staging_bytes // _RINGS_SHARE,
-            )
-        except SwitchRefused:
-            dist.destroy_process_group(group)
-            raise
-    if job.topology is None:
-        job.topology = _hosts_and_links(job.bridge, options.timeout_s)
-    return job.bridge
+def _who(prepared: Prepared) -> str:
+    change = prepared.change
+    told = [
+        f"{len(uids)} {verb}"
+        for uids, verb in ((change.joiners, "joining"), (change.leavers, "leaving"))
+        if uids
+    ]
+    return f" ({', '.join(told)})" if told else ""
 
 
-def _described(built: Built, bridge: Transport, timeout_s: float) -> Fragments:
-    """This rank's fragments, once every rank could describe its own; collective."""
-    refusal, fragments = "", None
+def _worlds(
+    prepared: Prepared, building: Building[Worlds] | None, job: Job, options: SwitchOptions
+) -> Worlds:
+    assert job.store is not None
     try:
-        fragments = built.fragments()
-    except SwitchRefused as error:
-        refusal = str(error)
-    except Exception as error:  # Megatron's own description of a checkpoint fails for some models
-        logger.warning("the state could not be described on this rank", exc_info=True)
-        refusal = f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
-    answers = bridge.all_gather(refusal.encode(), timeout_s=timeout_s)
-    for rank, answer in enumerate(answers):
-        if answer:
-            raise SwitchRefused(f"rank {rank}: {answer.decode()}")
-    assert fragments is not None
-    return fragments
+        if building is not None:
+            return building.result(timeout_s=3 * options.connect_s)
+        return build(prepared, job.store, wire_of(options))
+    except WorldError as error:
+        raise SwitchRefused(str(error), "the job stays as it is") from error
 
 
-def _install_arguments(job: Job, target: Target) -> Namespace:
-    """Put the target's arguments in force; returns their shallow copy as validated."""
-    new = Namespace(**vars(target.args))
-    baseline = Namespace(**vars(target.args))
-    arguments.carry_over(new, job.args, job.baseline)
-    arguments.replace_in_place(job.args, new)
-    return baseline
+def _give_up(run: _Switch, attempt: Attempt, reason: str) -> str:
+    """Call the switch off; returns why, as all know it. The host is as it was afterwards."""
+    with contextlib.suppress(WorldError):
+        reason = attempt.abort(reason)
+    run.undo()
+    if run.job.built is not None:
+        attempt.call_roll(timeout_s=run.options.decide_s)
+    return reason
 
 
-@contextlib.contextmanager
-def _without_gradients(state: HostState) -> Iterator[None]:
-    """Give the gradients' memory back; if the body raises they are there again, as zeros."""
-    dropped = Dropped(state.gradients())
-    try:
-        yield
-    except BaseException:
-        dropped.restore()
-        raise
-
-
-def _holdings(built: Built, fragments: Fragments, missing: Dropped | None = None) -> Holdings:
-    return Holdings(
-        fragments,
-        gradients=built.state.gradients(),
-        rebuilt=built.state.rebuilt(),
-        everything=built.state.tensors(),
-        missing=missing,
-    )
+def _release(error: BaseException | None) -> None:
+    """Let go of what its frames hold: tensors of the target, and a bridge that has failed."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 class _Ready(NamedTuple):
@@ -323,291 +194,290 @@ class _Ready(NamedTuple):
     moment beside what it left.
     """
 
-    built: Built
+    side: Side
     woken: bool
-    holdings: Holdings
     missing: Dropped
     most_bytes: int
     iterators: Iterators | None = None
 
+    @property
+    def built(self) -> Built:
+        assert self.side.built is not None
+        return self.side.built
 
-def _ready(
-    job: Job, layout: ParallelLayout, phase: _Phases, bridge: Transport, timeout_s: float
-) -> _Ready:
-    """Groups and objects of the target, once every rank could make its own; collective.
 
-    Megatron says no to some layouts only while it builds modules. Then the groups go and the
-    switch is refused on all ranks; before data is read, which takes all of them.
-    """
-    key = BuiltKey.of(layout, job.args)
-    dormant = job.dormant.take(key)
-    made, ready, problem = None, None, ""
-    try:
-        with phase("groups", "process groups made" if dormant is None else "process groups kept"):
-            made = _groups(job) if dormant is None else dormant.groups
-            groups.install(made)
-        with phase("build", "model and optimizer of the target"):
-            skeleton.set_microbatches(job.args)
-            ready = _built(job, key, made) if dormant is None else _woken(job, dormant)
-    except Exception as error:
-        problem = _told(error)
-    iterators = None
-    with phase("build", "data iterators, and all ranks waited for"):
-        problem = _any_problem(problem, bridge, timeout_s)
-        if ready is not None and not problem:
+@dataclass
+class _Switch:
+    """One process's part in a switch, phase by phase, and what it takes to undo it."""
+
+    job: Job
+    prepared: Prepared
+    options: SwitchOptions
+    attempt: Attempt
+    report: SwitchReport
+    phase: Phases
+
+    def __post_init__(self) -> None:
+        self.frees = Frees()
+        self.worlds: Worlds | None = None
+        self._undo: list[Callable[[], object]] = []
+        self._context = contextlib.ExitStack()
+        self._free = Free.now()
+        self._ready: _Ready | None = None
+        self._dormant: Built | None = None
+        self._gradients: Dropped | None = None
+        self.run_id = ""
+
+    @property
+    def bridge(self) -> Bridge:
+        assert self.worlds is not None
+        return self.worlds.bridge
+
+    # -- until the vote ----------------------------------------------------------------------
+
+    def move(self) -> None:
+        """All that can fail; collective over the bridge."""
+        job, options, phase = self.job, self.options, self.phase
+        transport, timeout_s = self.bridge.transport, options.timeout_s
+        source = job.built
+        with phase("quiesce", "asynchronous saves finished, old state described"):
+            if source is not None:
+                finish_in_flight()
+                current_platform().synchronize()
+            old = agree.described(source, transport, timeout_s)
+            tensors = [] if source is None else list(source.state.tensors())
+            self.ledger, self.sizes = Ledger(tensors), storage_sizes(tensors)
+            if self.prepared.change.source != self.prepared.change.target:
+                self._tell_position()
+        if options.check_replicas:
+            with phase("replicas", "what several ranks hold compared"):
+                fragments = old.holdings.fragments
+                gathered = agree.gather_rosters(fragments, transport, timeout_s)
+                check_replicas(RosterSet.merge(gathered), fragments, transport, timeout_s=timeout_s)
+        if source is not None:
+            self._drop_gradients(source.state)
+        new = self._target_side()
+        with phase("plan", "rosters exchanged, plan made"):
+            planned = agree.planned(job, old, new, self._free, self.bridge, options)
+            steps = {} if source is None else source.state.steps()
+            steps = agree.exchange_steps(steps, transport, timeout_s)
+            if options.placement:
+                self.report.placement = agree.what_placement_would_save(
+                    planned.rosters, planned.topology, transport.rank
+                )
+        self._move(planned, old, new, steps)
+
+    def _tell_position(self) -> None:
+        """Let who joins know where the run is, and all which run its curves belong to."""
+        job, transport, timeout_s = self.job, self.bridge.transport, self.options.timeout_s
+        problem, own = "", b""
+        if job.built is not None and job.args.rank == job.args.world_size - 1:
             try:
-                iterators = skeleton.take_position(job, ready.built.skeleton)
-            except Exception as error:
-                problem = _told(error)
-            problem = _any_problem(problem, bridge, timeout_s)
-    if problem:
-        failed = dormant if ready is None else ready.built
-        if failed is not None:
-            failed.destroy()
-        elif made is not None:
-            groups.destroy(made)
-        raise SwitchRefused(problem, f"the job stays in layout {job.layout}")
-    assert ready is not None
-    return ready._replace(iterators=iterators)
-
-
-def _told(error: Exception) -> str:
-    logger.warning("the target could not be built on this rank", exc_info=True)
-    return f"{type(error).__name__}: {str(error)[:_MESSAGE_CHARS]}"
-
-
-def _any_problem(own: str, bridge: Transport, timeout_s: float) -> str:
-    """What keeps a rank from building the target; empty where all can. Collective."""
-    for rank, problem in enumerate(bridge.all_gather(own.encode(), timeout_s=timeout_s)):
+                own = position_of(job)
+            except SwitchRefused as refusal:
+                problem = str(refusal)
+        problem = agree.everyones_problem(problem, transport, timeout_s)
         if problem:
-            return f"rank {rank} cannot build the target: {problem.decode()}"
-    return ""
+            raise SwitchRefused(problem)
+        told = transport.all_gather(own, timeout_s=timeout_s)
+        runs = transport.all_gather(writers.run_name().encode(), timeout_s=timeout_s)
+        self.run_id = b"".join(runs).decode()
+        if job.built is None:
+            take_over(job, next(filter(None, told)))
 
+    def _drop_gradients(self, state: HostState) -> None:
+        """Give the gradients' memory back; if the switch is called off it is there as zeros."""
+        self._gradients = Dropped(state.gradients())
+        self._undo.append(self._gradients.restore)
 
-def _groups(job: Job) -> groups.Groups:
-    recipe = job.recipe
-    return groups.build(job.args, recipe.embedding_ranks, recipe.position_embedding_ranks)
+    def _target_side(self) -> Side:
+        """Objects of the target, once every rank could make its own.
 
+        Megatron says no to some layouts only while it builds modules. Then the switch is refused on
+        all ranks; before data is read, which takes all of them.
+        """
+        transport, timeout_s = self.bridge.transport, self.options.timeout_s
+        ready, problem = None, ""
+        with self.phase("build", "model and optimizer of the target"):
+            if self.prepared.key is not None:
+                self._undo.append(partial(records.install, records.in_force()))
+                self._context.enter_context(skeleton.host_context(self.job))
+                try:
+                    ready = self._build()
+                except Exception as error:
+                    problem = agree.told(error, "the target could not be built")
+        with self.phase("build", "data iterators, and all ranks waited for"):
+            problem = agree.everyones_problem(problem, transport, timeout_s)
+            if ready is not None and not problem:
+                try:
+                    iterators = skeleton.take_position(self.job, ready.built.skeleton)
+                    ready = ready._replace(iterators=iterators)
+                except Exception as error:
+                    problem = agree.told(error, "data iterators could not be built")
+            if not problem:
+                problem = agree.everyones_problem(problem, transport, timeout_s)
+        if problem:
+            raise SwitchRefused(problem, f"the job stays in layout {self.report.source}")
+        self._ready = ready
+        return Side.absent() if ready is None else ready.side
 
-def _built(job: Job, key: BuiltKey, made: groups.Groups) -> _Ready:
-    unwritten = Unwritten()
-    built = Built(key, made, skeleton.build(job, unwritten), job.args)
-    with unwritten:
-        fragments = built.fragments()
-    missing = unwritten.take(built.written_later())
-    unwritten.allocate_rest()
-    built.note_as_built()
-    become(job.config, built.skeleton.config)
-    holdings = _holdings(built, fragments, missing)
-    return _Ready(built, False, holdings, missing, unwritten.most_bytes)
+    def _build(self) -> _Ready:
+        job, key = self.job, self.prepared.key
+        assert key is not None and self.worlds is not None
+        self.baseline = _install_arguments(job, self.prepared.target)
+        self._dormant = job.dormant.take(key)
+        world = self.worlds.world if self._dormant is None else self._dormant.world
+        assert world is not None
+        if job.built is not None and job.processes == key.processes:
+            job.built.world.pass_on(world)
+        world.install()
+        groups.install(world.groups)
+        skeleton.set_microbatches(job.args)
+        if self._dormant is not None:
+            become(job.config, self._dormant.skeleton.config)
+            missing = self._dormant.wake()
+            side = Side.of(self._dormant, self._dormant.fragments(), missing)
+            return _Ready(side, True, missing, 0)
+        unwritten = Unwritten()
+        built = Built(key, world, skeleton.build(job, unwritten), job.args)
+        with unwritten:
+            fragments = built.fragments()
+        missing = unwritten.take(built.written_later())
+        unwritten.allocate_rest()
+        built.note_as_built()
+        become(job.config, built.skeleton.config)
+        return _Ready(Side.of(built, fragments, missing), False, missing, unwritten.most_bytes)
 
-
-def _woken(job: Job, dormant: Built) -> _Ready:
-    become(job.config, dormant.skeleton.config)
-    missing = dormant.wake()
-    return _Ready(dormant, True, _holdings(dormant, dormant.fragments(), missing), missing, 0)
-
-
-def _gather_rosters(fragments: Fragments, bridge: Transport, timeout_s: float) -> list[Roster]:
-    rows = bridge.all_gather(fragments.roster.to_bytes(), timeout_s=timeout_s)
-    read = {row: Roster.from_bytes(row) for row in set(rows)}  # replicas have equal ones
-    return [read[row] for row in rows]
-
-
-def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]:
-    """Both roster sets over one list of logical tensors; all ranks see the same rosters.
-
-    Raises :class:`SwitchRefused` where two of them contradict each other.
-    """
-    try:
-        tensors = union_of_tensors([*old, *new])
-    except ValueError as error:
-        raise SwitchRefused(str(error), "the job stays in its layout") from error
-    return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
-
-
-def _hosts_and_links(bridge: Transport, timeout_s: float) -> tuple[Topology, tuple[str, ...]]:
-    """What can be found out of nodes and links, and every rank's host; collective."""
-    links = current_platform().links()
-    own = json.dumps([socket.gethostname(), links.near_gb_s, links.rails_gb_s]).encode()
-    rows = bridge.all_gather(own, timeout_s=timeout_s)
-    hosts, near, rails = zip(*map(json.loads, rows), strict=True)
-    return Topology.from_hosts(hosts).with_devices(near, rails), hosts
-
-
-def _what_placement_would_save(
-    rosters: tuple[RosterSet, RosterSet], topology: Topology, rank: int
-) -> dict[str, Any]:
-    """Bytes moved and predicted seconds with the best placement and as it is; pure but for a line.
-
-    Processes cannot take other ranks yet.
-    """
-    found = place(*rosters, topology)
-    progress(
-        rank,
-        f"another placement would move {found.moved_bytes} bytes instead of "
-        f"{found.identity_bytes}; every process keeps its rank",
-    )
-    return {
-        "applied": False,
-        "bytes": {"best": found.moved_bytes, "identity": found.identity_bytes},
-        "seconds": {"best": found.seconds, "identity": found.identity_seconds},
-    }
-
-
-def _rosters(
-    job: Job, source: Built, target: Built, bridge: Transport, timeout_s: float
-) -> tuple[RosterSet, RosterSet]:
-    """Both roster sets, exchanged only where they are not those of a switch before; collective.
-
-    All ranks know the same ones, since all have made the same switches. Raises
-    :class:`SwitchRefused` on all ranks alike.
-    """
-    own = json.dumps([source.digest, target.digest]).encode()
-    digests = [json.loads(row) for row in bridge.all_gather(own, timeout_s=timeout_s)]
-    key = RostersKey(*(tuple(column) for column in zip(*digests, strict=True)))
-    known = job.rosters.get(key)
-    if known is None:
-        old, new = (
-            _gather_rosters(built.described, bridge, timeout_s) for built in (source, target)
+    def _move(self, planned: Planned, old: Side, new: Side, steps: dict[str, float]) -> None:
+        job, options, phase, report = self.job, self.options, self.phase, self.report
+        transport, timeout_s = self.bridge.transport, options.timeout_s
+        plan, rosters = planned.plan, planned.rosters
+        missing = Dropped([]) if self._ready is None else self._ready.missing
+        if self._ready is not None:
+            self.ledger.watch(self._ready.built.state.tensors())
+            self.ledger.mark(self._ready.most_bytes)
+        self.frees.wanted = planned.kept is KeepSource.never
+        give_back = current_platform().empty_cache
+        move = Move(
+            plan,
+            old.holdings,
+            new.holdings,
+            missing,
+            self.ledger,
+            self.frees,
+            give_back,
+            planned.bound,
         )
-        known = _merged(old, new)
-        job.rosters.put(key, known)
-    return known
+        peak = move.planned(rosters, transport.rank, transport.held_bytes)
+        if options.verify:
+            with phase("verify", "old state hashed where ranks hold the same"):
+                shared = ~(held_once(rosters[0]) & held_once(rosters[1]))
+                before = own_sums(rosters[0], old.holdings.fragments, transport.rank, chosen=shared)
+        move.run(rosters, transport, verify=options.verify, timeout_s=timeout_s)
+        for name, seconds in move.seconds.items():
+            report.seconds[name] = report.seconds.get(name, 0.0) + seconds
+        if move.bound is not None:
+            fragments = old.holdings.fragments, new.holdings.fragments
+            job.bound_plans.put(plan.plans[0], *fragments, move.bound)
+        rebuilt = 0
+        with phase("rebuild", "parameters gathered from main parameters"):
+            move.rebuild_begins()
+            if new.built is not None:
+                new.built.state.restore_steps(steps)
+                rebuilt = new.built.state.rebuild_params()
+        if options.verify:
+            with phase("verify", "fingerprints compared"):
+                after = own_sums(rosters[1], new.holdings.fragments, transport.rank, chosen=shared)
+                # The rest moved once from the only holder to the only holder: known by now.
+                gave, got = move.sums(before, rosters[0])
+                before[~shared], after[~shared] = gave[~shared], got[~shared]
+                report.fingerprint = agree.compared(
+                    rosters[0], self._whole(before), self._whole(after)
+                )
+        self._moved: tuple[Planned, Move, Peak, int] = planned, move, peak, rebuilt
 
+    def _whole(self, own: Sums) -> tuple[str, Sums]:
+        return fingerprint_of(own, self.bridge.transport, timeout_s=self.options.timeout_s)
 
-class _Planned(NamedTuple):
-    """A plan, what it was made of, and whether the old state is ``kept`` until all is done.
+    # -- afterwards --------------------------------------------------------------------------
 
-    ``bound`` is this rank's part in memory where all ranks know theirs from a switch before.
-    """
-
-    plan: StagedPlan
-    rosters: tuple[RosterSet, RosterSet]
-    topology: Topology
-    kept: KeepSource
-    bound: BoundPlan | None
-
-
-def _planned(
-    job: Job,
-    source: Built,
-    target: Built,
-    old: Holdings,
-    new: Holdings,
-    free: Free,
-    bridge: Transport,
-    options: SwitchOptions,
-) -> _Planned:
-    """This rank's part of the plan that all agreed on, and what it was made of.
-
-    Collective. Raises :class:`SwitchRefused` on all ranks where one of them finds that the plan
-    cannot be, :class:`TransitionError` where they made different plans.
-    """
-    timeout_s = options.timeout_s
-    # At least a byte: whoever wants little staging memory gets as many windows as there can be.
-    room = max(1, options.plan.staging_bytes - bridge.held_bytes)
-    # The ranks of a node copy host memory through one bus: nobody gains by sending for another.
-    own_links = bridge.device.type != "cpu"
-    plan_options = replace(options.plan, staging_bytes=room, relay_within_nodes=own_links)
-    assert job.topology is not None
-    topology, hosts = job.topology
-    rosters = _rosters(job, source, target, bridge, timeout_s)
-    kept, stages = decide(
-        options.keep_source,
-        rosters,
-        old,
-        new,
-        free,
-        bridge,
-        staging_bytes=options.plan.staging_bytes,
-        timeout_s=timeout_s,
-    )
-    problem = digest = ""
-    bound = None
-    try:
-        if options.topology is not None:
-            topology = options.topology.over(topology, hosts)
-        plan = job.plans.staged(*rosters, stages, topology, plan_options, rank=bridge.rank)
-        digest = plan.digest
-        if stages.count == 1:
-            bound = job.bound_plans.get(plan.plans[0], old.fragments, new.fragments)
-    except (ConfigError, TransitionError) as error:
-        problem = str(error)
-    own = json.dumps([problem, digest, bound is not None]).encode()
-    answers = [json.loads(row) for row in bridge.all_gather(own, timeout_s=timeout_s)]
-    for found, _, _ in answers:
-        if found:
-            raise SwitchRefused(found, f"the job stays in layout {job.layout}")
-    odd = [rank for rank, (_, made, _) in enumerate(answers) if made != answers[0][1]]
-    if odd:
-        raise TransitionError(
-            f"ranks {odd} made another plan than rank 0; their rosters, options or package "
-            "versions differ"
+    def commit(self) -> None:
+        """Assignments, and memory given back; then the bridge's last word: everyone's figures."""
+        job, change, phase, ready = self.job, self.prepared.change, self.phase, self._ready
+        self._context.close()
+        planned, move, peak, rebuilt = self._moved
+        with phase("commit", "old memory released"):
+            made = reused = 0
+            if ready is None:
+                ended = let_go(job)
+            else:
+                assert ready.iterators is not None
+                if change.source != change.target:
+                    job.rosters.clear()  # which a process that joins does not know
+                ended = hand_over(job, ready.built, ready.iterators, self.baseline, self.sizes)
+                if change.source != change.target:
+                    renumber(job.args, self.run_id)
+                for tensor in ready.built.state.gradients():
+                    ready.missing.restore_one(tensor.untyped_storage(), zeros=True)
+                self.ledger.watch(ready.built.state.tensors())
+                world = ready.built.world
+                reused = len(world.held) if ready.woken else len(world.reused)
+                made = len(world.held) - reused
+            self.ledger.mark()
+            report = self.report
+            report.groups = {"reused": reused, "created": made, "destroyed": ended}
+            report.world = len(change.target)
+            report.joined, report.left = len(change.joiners), len(change.leavers)
+            report.keep_source, report.stages = str(planned.kept), planned.plan.stages.count
+            report.peak_extra_bytes = self.ledger.peak_extra_bytes
+            transport, timeout_s = self.bridge.transport, self.options.timeout_s
+            fill_in(report, planned.plan, move, peak, rebuilt, transport, timeout_s)
+            if change.leavers:
+                self.bridge.end()
+                job.bridge = None
+        progress(
+            transport.rank,
+            f"memory   {report.keep_source} kept, {report.stages} stages: at most "
+            f"{report.peak_extra_bytes} bytes more on a rank (planned "
+            f"{report.planned_peak_extra_bytes}, bound {report.bound_peak_extra_bytes})",
         )
-    known = all(each for _, _, each in answers)
-    return _Planned(plan, rosters, topology, kept, bound if known else None)
+
+    def undo(self) -> None:
+        """Put the host back as it was and end what was made for the target; local.
+
+        The bridge goes too, whatever state it is in: who still waits for this process wakes up.
+        """
+        job, worlds, ready = self.job, self.worlds, self._ready
+        with contextlib.suppress(_Undone), self._context:
+            raise _Undone
+        for step in reversed(self._undo):
+            step()
+        dormant = self._dormant
+        if dormant is None and self.prepared.key is not None:
+            dormant = job.dormant.take(
+                self.prepared.key
+            )  # others may have got further, and lost it
+        held = {} if job.built is None else job.built.world.held
+        kept = {**job.dormant.held(), **held}.values()
+        if dormant is not None:
+            dormant.end(kept)
+        elif ready is not None:
+            ready.built.end(kept)
+        elif worlds is not None and worlds.world is not None:
+            worlds.world.abandon()
+        if worlds is not None:
+            worlds.bridge.end()
+        job.bridge, job.bound_plans = None, BoundPlans()
 
 
-def _exchange_steps(own: Steps, bridge: Transport, timeout_s: float) -> Steps:
-    rows = bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)
-    return merge_steps(json.loads(row) for row in rows)
+class _Undone(Exception):
+    """Makes contexts put back what they changed."""
 
 
-def _compared(rosters: RosterSet, old: tuple[str, Sums], new: tuple[str, Sums]) -> dict[str, str]:
-    (before, old_sums), (after, new_sums) = old, new
-    if before != after:
-        odd = np.unique(np.nonzero(old_sums != new_sums)[0])
-        raise TransitionError(
-            f"fingerprint of the whole state was {before} and is {after}, although every rank has "
-            "its sources' bits: copies that should be equal differed before the switch, of "
-            f"{', '.join(rosters.tensors[i].name for i in odd[:5])}; engine.check_replicas=true "
-            "names the ranks and refuses such a switch"
-        )
-    return {"before": before, "after": after}
-
-
-def _fill_in(
-    report: SwitchReport,
-    plan: StagedPlan,
-    move: Move,
-    peak: Peak,
-    rebuilt: int,
-    bridge: Transport,
-    timeout_s: float,
-) -> None:
-    """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
-    own: dict[str, Any] = {
-        "pack": sum(executed.pack_s for executed in move.reports),
-        "wire": sum(executed.wire_s for executed in move.reports),
-        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
-        "sent": sum(executed.sent_bytes for executed in move.reports),
-        "lower_bound": plan.lower_bound_bytes,
-        "rebuilt": rebuilt,
-        "peak": report.peak_extra_bytes,
-        "planned": peak.extra,
-        "bound": peak.ends_with + peak.staging,
-        "largest": peak.largest,
-    }
-    rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
-    for name in ("pack", "wire", "unpack"):
-        report.seconds[name] = max(row[name] for row in rows)
-    report.bytes = {
-        "moved": sum(row["sent"] for row in rows),
-        "lower_bound": sum(row["lower_bound"] for row in rows),
-        "retained": plan.retained_bytes,
-        "rebuilt": sum(row["rebuilt"] for row in rows),
-        "max_send": plan.max_send_bytes,
-        "max_recv": plan.max_recv_bytes,
-    }
-    report.peak_extra_bytes = max(row["peak"] for row in rows)
-    report.planned_peak_extra_bytes = max(row["planned"] for row in rows)
-    report.bound_peak_extra_bytes = max(row["bound"] for row in rows) + max(
-        row["largest"] for row in rows
-    )
-    report.ops = plan.num_operations
-    report.rounds = plan.num_windows
-    report.schedule = ", ".join(plan.windows_by)
-    report.predicted_s = plan.predicted_s
-    if bridge.size <= _MOST_RANKS_IN_MATRIX:
-        report.bytes_matrix = plan.bytes_matrix.tolist()
+def _install_arguments(job: Job, target: Target) -> Namespace:
+    """Put the target's arguments in force; returns their shallow copy as validated."""
+    new = Namespace(**vars(target.args))
+    baseline = Namespace(**vars(target.args))
+    arguments.carry_over(new, job.args, job.baseline)
+    arguments.replace_in_place(job.args, new)
+    return baseline

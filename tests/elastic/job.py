@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
-from dynatrain_megatron.elastic import build, live, records
-from dynatrain_megatron.elastic.build import Building
-from dynatrain_megatron.elastic.groups import GroupCache
+from dynatrain_megatron.elastic import build, records
+from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.groups import all_held
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.maker import Group, GroupMaker
 from dynatrain_megatron.elastic.store import StoreAddress
@@ -51,6 +51,15 @@ def train(flag: int = 1) -> int:
     return int(smallest)
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Groups of a process that a change of worlds reused, made and ended."""
+
+    reused: int
+    created: int
+    destroyed: int
+
+
 class Process:
     """What a forked process of the job knows; ``number`` is its place in the test, never a rank."""
 
@@ -61,6 +70,7 @@ class Process:
         self.client.set(f"uid/{number}", process_uid())
         self.uids = [self.client.get(f"uid/{n}").decode() for n in range(processes)]
         self.live: LiveWorld[Any] | None = None
+        self.aside: list[LiveWorld[Any]] = []
         self.trains = False
         self.steps = 0
 
@@ -81,21 +91,20 @@ class Process:
         numbers: Sequence[int],
         make: Callable[[GroupMaker], Any] = make_subgroups,
         *,
-        cache: GroupCache | None = None,
         timeout_s: float = TIMEOUT_S,
-    ) -> Building[Any]:
-        """Build that world aside."""
+    ) -> Building[LiveWorld[Any]]:
+        """Build that world aside, with what groups there are."""
         world = self.world(what, numbers)
-        return build.start(world, self.address, make, cache=cache, timeout_s=timeout_s)
+        in_force = [] if self.live is None else [self.live]
+        known = all_held(each.held for each in (*self.aside, *in_force))
+        return build.start(world, self.address, make, known=known, timeout_s=timeout_s)
 
-    def move(
-        self, what: str, numbers: Sequence[int], cache: GroupCache | None = None
-    ) -> live.Exchange | None:
+    def move(self, what: str, numbers: Sequence[int], keep: int = 0) -> Exchange | None:
         """Change to that world, training until all have built it; ``None`` if left behind.
 
-        The time of the change itself is kept in ``swap_s``.
+        The time of the change itself is kept in ``swap_s``; ``keep`` worlds stay aside.
         """
-        building = self.start(what, numbers, cache=cache) if self.number in numbers else None
+        building = self.start(what, numbers) if self.number in numbers else None
         if self.trains:
             self.train_while(building)
         old = self.live
@@ -109,9 +118,19 @@ class Process:
         new.install()
         self.swap_s = time.perf_counter() - begin
         self.live, self.trains = new, True
-        exchange = None if old is None else live.retire(old, new, cache)
+        exchange = Exchange(len(new.reused), new.num_made, self._put_aside(old, keep))
         self.check(numbers)
         return exchange
+
+    def _put_aside(self, old: LiveWorld[Any] | None, keep: int) -> int:
+        """Keep ``old`` and those before as far as all their processes are here; end the others."""
+        assert self.live is not None
+        here = set(self.live.world.processes)
+        latest = [*([] if old is None else [old]), *self.aside]
+        whole = [each for each in latest if here.issuperset(each.world.processes)]
+        self.aside = whole[:keep]
+        kept = [g for each in (*self.aside, self.live) for g in each.process_groups()]
+        return sum(each.end(kept) for each in latest if each not in self.aside)
 
     def train_while(self, building: Building[Any] | None) -> None:
         """Train until all have built their next world, or failed to."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynatrain_megatron.cli import main
-from dynatrain_megatron.elastic.store import StoreAddress, StoreClients, StoreServer
+from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreServer
 from dynatrain_megatron.errors import ConfigError, WorldError
 from tests.ranks import _free_port
 
@@ -30,7 +30,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 def test_each_thread_has_its_own_client() -> None:
     server = StoreServer("127.0.0.1")
-    clients = StoreClients(server.address, timeout_s=5)
+    clients = JobStore(server.address, "job", timeout_s=5)
     assert clients.here() is clients.here()
     others: list[object] = []
     thread = threading.Thread(target=lambda: others.append(clients.here()))
@@ -43,13 +43,21 @@ def test_each_thread_has_its_own_client() -> None:
 def test_a_wait_in_one_thread_holds_up_no_other() -> None:
     """One client for both would: it carries one operation at a time."""
     server = StoreServer("127.0.0.1")
-    clients = StoreClients(server.address, timeout_s=10)
+    clients = JobStore(server.address, "job", timeout_s=10)
     thread = threading.Thread(target=lambda: clients.here().wait(["late"]))
     thread.start()
     for number in range(100):
         clients.here().set("late" if number == 99 else "early", "")
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_jobs_of_one_store_share_nothing_but_the_ids_of_worlds() -> None:
+    server = StoreServer("127.0.0.1")
+    one, other = (JobStore(server.address, name, timeout_s=5) for name in ("one", "other"))
+    one.here().set("key", "1")
+    assert not other.here().check(["key"])
+    assert [*one.new_world_ids(2), *other.new_world_ids(1), *one.new_world_ids(1)] == [1, 2, 3, 4]
 
 
 def test_no_store_is_said_in_one_line() -> None:

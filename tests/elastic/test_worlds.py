@@ -20,12 +20,11 @@ from torch._C._distributed_c10d import PrefixStore, _resolve_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dynatrain_megatron.elastic import build, live
-from dynatrain_megatron.elastic.groups import GroupCache
 from dynatrain_megatron.elastic.maker import GroupMaker
 from dynatrain_megatron.elastic.store import StoreAddress, StoreServer
 from dynatrain_megatron.elastic.world import World, process_uid
 from dynatrain_megatron.errors import WorldError
-from tests.elastic.job import Process, footprint, make_subgroups, train
+from tests.elastic.job import Exchange, Process, footprint, make_subgroups, train
 from tests.ranks import run_ranks
 
 
@@ -63,15 +62,16 @@ def launched(p: Process, numbers: Sequence[int]) -> list[dist.ProcessGroup]:
         "gloo", store=launch, rank=numbers.index(p.number), world_size=len(numbers)
     )
     groups = [dist.group.WORLD, dist.new_group()]
-    p.live, p.trains = live.adopt(live.gather_uids()), True
+    p.live, p.trains = live.adopt(live.gather_uids(), None), True
     return groups
 
 
 def in_a_fake_world(p: Process, size: int) -> list[dist.ProcessGroup]:
     """What a joiner runs its prologue in: groups that move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
-    p.live = live.adopt([*(f"someone:{n}" for n in range(size - 1)), process_uid()])
-    return [dist.group.WORLD, dist.new_group()]
+    groups = [dist.group.WORLD, dist.new_group()]
+    p.live = live.adopt([*(f"someone:{n}" for n in range(size - 1)), process_uid()], None)
+    return groups
 
 
 def test_permuted_then_larger_then_without_its_rank_0(store: StoreAddress) -> None:
@@ -189,7 +189,7 @@ def test_a_joiner_that_fails_leaves_the_job_as_it_was(store: StoreAddress) -> No
             assert p.live is not None
             old, p.live = p.live, building.result(timeout_s=1)
             p.live.install()
-            live.retire(old, p.live)
+            old.end(p.live.process_groups())
             train()  # with the joiner, once
             return
         with pytest.raises(WorldError, match=f"world id {world.id} was used before"):
@@ -245,16 +245,16 @@ ORDERS = [[0, 1, 2], [1, 2, 0], [2, 1, 0]]
 def test_layouts_that_come_back_find_their_groups(store: StoreAddress, keep: int) -> None:
     """Of three layouts in turn, a cache of three worlds has all, a cache of two never the next."""
 
-    def worker(number: int) -> list[live.Exchange]:
+    def worker(number: int) -> list[Exchange]:
         p = Process(store, number, 3)
-        cache, told, sizes = GroupCache(keep), [], []
-        for turn in range(10):
-            exchange = p.move(f"turn {turn}", ORDERS[turn % 3], cache)
-            told.append(exchange or live.Exchange(0, 0, 0))
+        told, sizes = [], []
+        for turn in range(13):
+            exchange = p.move(f"turn {turn}", ORDERS[turn % 3], keep - 1)
+            assert exchange is not None
+            told.append(exchange)
             sizes.append(footprint())
-            assert len(cache) == len({id(group) for group in cache.groups()})
         assert sizes[-3:] == sizes[-6:-3], sizes
-        return told[4:]
+        return told[7:]
 
     for told in run_ranks(3, worker, timeout_s=120):
         for exchange in told:

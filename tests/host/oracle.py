@@ -63,7 +63,7 @@ def attach(directory: Path, *, poison: bool = True) -> None:
     real = session.switch
     old_params: list[weakref.ref[torch.Tensor]] = []
 
-    def checked(job: Job, target: Any, options: Any) -> Any:
+    def checked(job: Job, target: Any, options: Any, *worlds: Any) -> Any:
         where = directory / f"iteration-{job.iteration}"
         save(job, where)
         gc.collect()
@@ -73,7 +73,7 @@ def attach(directory: Path, *, poison: bool = True) -> None:
         old_state = list(HostState(job.model, job.optimizer, job.args).tensors())
         optimizers = _optimizers(job)
         try:
-            report = real(job, target, options)
+            report = real(job, target, options, *worlds)
         except BaseException:
             old_params.clear()  # the job keeps its model
             raise
@@ -178,7 +178,8 @@ def _kept(job: Job) -> list[Built]:
 
 
 def _kept_groups(job: Job) -> int:
-    return sum(len(each.groups.process_groups()) for each in _kept(job))
+    assert job.built is not None
+    return len(job.built.world.process_groups())
 
 
 def _params(model: Sequence[Any]) -> Iterator[torch.nn.Parameter]:

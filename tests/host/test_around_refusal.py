@@ -51,7 +51,8 @@ def test_training_goes_on_as_if_nobody_had_asked(tmp_path: Path) -> None:
     ]
     assert "tp*pp*cp=3*1*1=3 must divide world=2" in events[0]["reason"]
     assert (
-        "rank 1 cannot build the target: RuntimeError: this rank has no room" in events[1]["reason"]
+        "rank 1: the target could not be built: RuntimeError: this rank has no room"
+        in events[1]["reason"]
     )
     lines = [around.training_lines(run.logs[-1]) for run in (static, refused)]
     assert len(lines[0]) == 6

@@ -37,13 +37,13 @@ def flip_before_switch() -> None:
 
     real = session.switch
 
-    def switch(job: Job, target: Target, options: SwitchOptions) -> SwitchReport:
+    def switch(job: Job, target: Target, options: SwitchOptions, *worlds: Any) -> SwitchReport:
         if dist.get_rank() == 1:
             norm = job.model[0].module.module.decoder.final_layernorm.weight
             state = HostState(job.model, job.optimizer, job.args)
             (shard,) = [shard for shard in state.shards() if shard.param is norm]
             shard.states[StateKind.MAIN_PARAM].view(torch.int32)[17] ^= 1
-        return real(job, target, options)
+        return real(job, target, options, *worlds)
 
     session.switch = switch
 

@@ -59,8 +59,8 @@ def note_streams(directory: Path) -> Callable[[], None]:
 
         real = session.switch
 
-        def noted(job: Any, target: Any, options: Any) -> Any:
-            report = real(job, target, options)
+        def noted(job: Any, target: Any, options: Any, *worlds: Any) -> Any:
+            report = real(job, target, options, *worlds)
             streams = {
                 name: digest(state) for name, state in get_cuda_rng_tracker().get_states().items()
             }

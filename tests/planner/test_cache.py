@@ -14,10 +14,10 @@ from dynatrain_megatron.planner import Recent
 
 KEYS = {
     "built": (
-        BuiltKey(ParallelLayout(tp=2), (0, 1), "gloo", (("use_sharp", "False"),)),
+        BuiltKey(ParallelLayout(tp=2), ("a", "b"), "gloo", (("use_sharp", "False"),)),
         {
             "layout": ParallelLayout(tp=2, mbs=2),
-            "processes": (1, 0),
+            "processes": ("b", "a"),
             "backend": "nccl",
             "options": (("use_sharp", "True"),),
         },

@@ -13,7 +13,7 @@ from dynatrain_megatron.engine.transport import LocalTransport
 from dynatrain_megatron.planner import PlanOptions, Topology
 from dynatrain_megatron.planner.staged import make_staged_plan
 from dynatrain_megatron.planner.stages import Peak, one_stage
-from dynatrain_megatron.transition.switch import SwitchReport, _fill_in
+from dynatrain_megatron.transition.report import SwitchReport, fill_in
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, State, StateKind
 from tests.planner.worlds import Case
 
@@ -43,7 +43,7 @@ def test_bytes_from_rank_to_rank_are_told_of_64_ranks_at_most(
         PlanOptions(schedule=EngineSchedule.ring),
     )
     report = SwitchReport(1, "dp1", "dp1")
-    _fill_in(
+    fill_in(
         report,
         plan,
         cast(Any, SimpleNamespace(reports=[])),

@@ -1,0 +1,84 @@
+"""Where a run is, besides its tensors: what a process that joins has to be told.
+
+Iteration and counters, what the run has set in Megatron's arguments since they were validated, the
+learning rate schedule, the loss scaler, and sums of the log interval under way. All of it is equal
+on the job's ranks, or nobody's but the last rank's; random streams and data iterators follow from
+it and the layout.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from dynatrain_megatron.adapters.arguments import differences
+from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.adapters.samplers import LaunchData
+from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.errors import SwitchRefused
+
+_TENSOR = "tensor"
+
+
+def position_of(job: Job) -> bytes:
+    """The run's position as one process of the job sees it.
+
+    Raises :class:`SwitchRefused` where the run holds a value that cannot be told.
+    """
+    scalers = [
+        opt.grad_scaler.state_dict()
+        for opt in HostState(job.model, job.optimizer, job.args).inner_optimizers()
+        if getattr(opt, "grad_scaler", None)
+    ]
+    schedule = {} if job.scheduler is None else vars(job.scheduler)
+    told = {
+        "iteration": job.iteration,
+        "num_flops": job.num_flops,
+        "arguments": differences(job.args, job.baseline),
+        "schedule": {name: value for name, value in schedule.items() if name != "optimizer"},
+        "scaler": scalers[0] if scalers else None,
+        "totals": job.totals,
+        "secret": job.secret,
+        "data": asdict(job.recipe.data),
+    }
+    try:
+        return json.dumps(told, default=_as_json).encode()
+    except (TypeError, ValueError) as error:
+        raise SwitchRefused(
+            f"the run's position cannot be told to a process that joins: {error}",
+            "switch without new processes",
+        ) from error
+
+
+def take_over(job: Job, told: bytes) -> None:
+    """Put a process that joins to the job's position."""
+    position = json.loads(told, object_hook=_from_json)
+    job.iteration, job.num_flops = position["iteration"], position["num_flops"]
+    vars(job.args).update(position["arguments"])
+    if job.scheduler is not None:
+        vars(job.scheduler).update(position["schedule"])
+    for opt in HostState(job.model, job.optimizer, job.args).inner_optimizers():
+        if position["scaler"] is not None and getattr(opt, "grad_scaler", None):
+            opt.grad_scaler.load_state_dict(position["scaler"])
+    job.totals, job.secret = position["totals"], position["secret"]
+    job.recipe = replace(job.recipe, data=LaunchData(**position["data"]))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() <= 1:
+        kind = str(value.dtype).removeprefix("torch.")
+        return {_TENSOR: value.tolist(), "dtype": kind, "device": value.device.type}
+    if isinstance(value, Namespace):
+        return vars(value)
+    raise TypeError(f"{type(value).__name__} {str(value)[:60]!r}")
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    if set(value) != {_TENSOR, "dtype", "device"}:
+        return value
+    dtype = getattr(torch, value["dtype"])
+    return torch.tensor(value[_TENSOR], dtype=dtype, device=value["device"])

@@ -1,0 +1,237 @@
+"""What rank 0 of a job announces: who takes part in the next switch, and in which layout.
+
+In this order: whoever has to leave; the schedule; what is asked from outside; the policy. Whether a
+switch is possible is checked before it is announced, and again by each process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.config import ScheduleStep
+from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.errors import LayoutError, SwitchRefused
+from dynatrain_megatron.layout import ParallelLayout, read_changes
+from dynatrain_megatron.observe import progress
+from dynatrain_megatron.plugin.membership import Membership
+from dynatrain_megatron.transition.posted import Posted
+
+_REQUEST_KEYS = ("layout", "world", "at", "dry_run")
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Uids by what becomes of them: ``members`` by rank, those of them that leave, who waits."""
+
+    members: tuple[str, ...]
+    leaving: frozenset[str]
+    waiting: tuple[str, ...]
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """Who could be in the next world, in the order in which they are taken."""
+        return (*(uid for uid in self.members if uid not in self.leaving), *self.waiting)
+
+    def take(self, world: int) -> tuple[str, ...]:
+        """The processes of a world of that size; raises :class:`SwitchRefused`."""
+        pool = self.available
+        if len(pool) < world:
+            raise SwitchRefused(
+                f"the layout needs {world} processes; {len(pool)} can be had: "
+                f"{len(self.members)} of the job, {len(self.leaving)} of which leave, and "
+                f"{len(self.waiting)} that wait to join",
+                "start more with --dynatrain elastic.join=HOST:PORT",
+            )
+        return pool[:world]
+
+
+def wanted_world(wanted: Any, launch: ParallelLayout) -> int | None:
+    """How many ranks a wanted layout has by its own words; None where it does not say."""
+    asked = read_changes(wanted)
+    if "world" in asked:
+        return int(str(asked["world"]))
+    if "dp" not in asked:
+        return None
+    sizes = (asked.get(axis, getattr(launch, axis)) for axis in ("tp", "pp", "cp", "dp"))
+    product = 1
+    for size in sizes:
+        product *= int(str(size))
+    return product
+
+
+def shrunk(launch: ParallelLayout, current: ParallelLayout, world: int) -> Iterator[dict[str, Any]]:
+    """Layouts of ``world`` ranks to try in turn: as close to the current one as can be."""
+    axes = ("tp", "pp", "cp", "ep")
+    seen: list[dict[str, Any]] = []
+    degrees = [1, 2, 4, 8, 16, 3, 6, 12]
+    bases = [{axis: getattr(base, axis) for axis in axes} for base in (current, launch)]
+    smaller = [
+        {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+        for cp in degrees
+        for ep in degrees
+        for pp in degrees
+        for tp in degrees
+        if tp <= current.tp and pp <= current.pp and cp <= current.cp and ep <= current.ep
+    ]
+    smaller.sort(key=lambda wanted: -wanted["tp"] * wanted["pp"] * wanted["cp"] * wanted["ep"])
+    for wanted in [*bases, *smaller]:
+        model = wanted["tp"] * wanted["pp"] * wanted["cp"]
+        if world % model == 0 and wanted not in seen:
+            seen.append(wanted)
+            yield {**wanted, "world": world}
+
+
+class Leader:
+    """Rank 0's part; used by whichever process has that rank.
+
+    ``posted`` is the number of the last switch announced, ``posted_step`` the schedule's step that
+    it is.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        membership: Membership,
+        feasible: Callable[[Any, int], ParallelLayout],
+        *,
+        lead_steps: int,
+    ) -> None:
+        """``feasible`` gives the layout of a request on so many ranks, or raises SwitchRefused."""
+        self._job = job
+        self._membership = membership
+        self._feasible = feasible
+        self._lead_steps = lead_steps
+        self._told_waiting: set[str] = set()
+        self.posted = 0
+        self.posted_step: int | None = None
+
+    def capacity(self) -> Capacity:
+        """Who could be in the next world, as far as is known now."""
+        members, known = self._job.processes, self._membership
+        leaving = frozenset(uid for uid in known.notices if uid in members)
+        waiting = tuple(
+            uid
+            for uid in dict.fromkeys(known.arrivals)
+            if uid not in members and uid not in known.silent_waiting
+        )
+        return Capacity(members, leaving, waiting)
+
+    def announce(self, iteration: int, steps: Sequence[tuple[int, ScheduleStep]]) -> None:
+        """Announce what is due, if anything and if nothing is announced; at a step boundary.
+
+        ``steps`` are those of the schedule that are still to come, each with its number.
+        """
+        if self.posted > self._job.num_changes:
+            return
+        capacity = self.capacity()
+        self._tell_of(capacity)
+        if capacity.leaving:
+            self._without_leavers(capacity, iteration)
+        elif steps and iteration >= steps[0][1].iteration - self._lead_steps:
+            index, step = steps[0]
+            self.post_step(step, index)
+        elif self._membership.requests:
+            self._requested(*self._membership.requests.pop(0), capacity, iteration)
+
+    def post_step(self, step: ScheduleStep, step_index: int) -> None:
+        """Announce a step of the schedule, also one that cannot be: all wait for it."""
+        capacity, refused = self.capacity(), ""
+        target = capacity.members
+        try:
+            world = wanted_world(step.layout_changes, self._job.layout)
+            if world is not None and world != len(capacity.members):
+                target = capacity.take(world)
+        except (SwitchRefused, LayoutError) as error:
+            refused = str(error)
+        self._post(target, step.layout_changes, at=step.iteration, step=step_index, refused=refused)
+
+    def propose(self, layout: Any, iteration: int, origin: str) -> None:
+        """Announce what a policy wants, if it can be and is something else."""
+        capacity = self.capacity()
+        try:
+            world = wanted_world(layout, self._job.layout) or len(capacity.members)
+            target = capacity.take(world)
+            if self._feasible(layout, world) == self._job.layout and target == capacity.members:
+                return
+        except (SwitchRefused, LayoutError) as error:
+            progress(0, f"iteration {iteration}: what the {origin} wants cannot be: {error}")
+            return
+        self._post(target, layout, at=iteration, origin=origin)
+
+    def _without_leavers(self, capacity: Capacity, iteration: int) -> None:
+        for world in range(len(capacity.available), 0, -1):
+            for wanted in shrunk(self._job.layout, self._job.layout, world):
+                try:
+                    self._feasible(wanted, world)
+                except SwitchRefused:
+                    continue
+                self._post(capacity.take(world), wanted, at=iteration, origin="notice")
+                return
+
+    def _requested(self, number: int, text: str, capacity: Capacity, iteration: int) -> None:
+        answer = self._membership.directory.answer
+        try:
+            request = _read_request(text)
+            layout = request.get("layout", {})
+            world = request.get("world") or wanted_world(layout, self._job.layout)
+            target = capacity.take(world or len(capacity.members))
+            if "layout" not in request:
+                layout = self._same_degrees(len(target))
+            found = self._feasible(layout, len(target))
+            if found == self._job.layout and target == capacity.members:
+                raise SwitchRefused(f"the job is in layout {found} already")
+        except (SwitchRefused, LayoutError) as error:
+            answer(number, {"state": "refused", "reason": str(error)})
+            return
+        if request.get("dry_run"):
+            answer(number, {"state": "possible", "layout": str(found), "world": len(target)})
+            return
+        answer(number, {"state": "announced", "layout": str(found), "world": len(target)})
+        self._post(target, layout, at=request.get("at", 0), origin="request", request=number)
+
+    def _same_degrees(self, world: int) -> dict[str, Any]:
+        """The first layout of so many ranks that can be, as close to the current one as can be."""
+        reason: SwitchRefused | None = None
+        for wanted in shrunk(self._job.layout, self._job.layout, world):
+            try:
+                self._feasible(wanted, world)
+            except SwitchRefused as refusal:
+                reason = reason or refusal
+                continue
+            return wanted
+        raise reason or SwitchRefused(f"no layout with the job's degrees has {world} ranks")
+
+    def _post(self, target: Iterable[str], layout: Any, **fields: Any) -> None:
+        job = self._job
+        assert job.store is not None
+        change = Change(
+            job.num_changes + 1, job.processes, tuple(target), *job.store.new_world_ids(2)
+        )
+        posted = Posted(change, layout, **fields)
+        self._membership.board.post(posted)
+        self.posted, self.posted_step = change.number, posted.step
+
+    def _tell_of(self, capacity: Capacity) -> None:
+        new = [uid for uid in capacity.waiting if uid not in self._told_waiting]
+        if new:
+            self._told_waiting.update(new)
+            progress(0, f"{len(capacity.waiting)} processes wait to join, now also {new}")
+
+
+def _read_request(text: str) -> dict[str, Any]:
+    """A request from outside; raises :class:`SwitchRefused` where it is none."""
+    try:
+        read = json.loads(text)
+    except ValueError as error:
+        raise SwitchRefused(f"a request is JSON: {error}") from error
+    if not isinstance(read, dict) or not read or set(read) - set(_REQUEST_KEYS):
+        raise SwitchRefused(f"a request is an object with keys of {', '.join(_REQUEST_KEYS)}")
+    for key in ("world", "at"):
+        value = read.get(key, 1)
+        if type(value) is not int or value < 1:
+            raise SwitchRefused(f"{key} must be a whole number of at least 1, not {value!r}")
+    return read

@@ -1,0 +1,363 @@
+"""A process's part in who belongs to the job: a thread that watches the job's store, and what the
+main thread does about it at step boundaries.
+
+::
+
+    thread    tells that this process lives, sees what is announced, waits for worlds to be built,
+              makes promises; on rank 0 also who has come, who has to go, what is asked
+    main      checks and prepares what is announced, at the next boundary; stops where agreed
+
+The thread touches nothing of Megatron, torch's groups or the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.control import opened
+from dynatrain_megatron.elastic.directory import Directory
+from dynatrain_megatron.elastic.store import JobStore
+from dynatrain_megatron.elastic.world import process_uid
+from dynatrain_megatron.errors import SwitchRefused, WorldError
+from dynatrain_megatron.observe import progress
+from dynatrain_megatron.transition import Target
+from dynatrain_megatron.transition.posted import Board, Posted
+from dynatrain_megatron.transition.prepare import (
+    Prepared,
+    Wire,
+    Worlds,
+    prepare,
+    start_building,
+)
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_BEAT_S = 1.0
+SILENT_S = 10.0
+"""A process that has given no sign of life for so long, seconds, is taken for lost."""
+
+
+@dataclass
+class Pending:
+    """A switch that is announced, as far as this process has got with it."""
+
+    posted: Posted
+    since: float = field(default_factory=time.monotonic)
+    prepared: Prepared | None = None
+    building: Building[Worlds] | None = None
+    refused: str = ""
+    is_ready: bool = False
+    hold: int | None = None
+    called_off: str = ""
+
+    @property
+    def number(self) -> int:
+        """Its number."""
+        return self.posted.change.number
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether all stop for it by themselves."""
+        return self.posted.step is not None
+
+
+class Beats:
+    """When each of some processes was last heard of, by this process's own clock."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def silent(self, uids: tuple[str, ...], seconds: float = SILENT_S) -> list[str]:
+        """Those of ``uids`` that have been silent for so long since they were first asked for."""
+        now = time.monotonic()
+        found = []
+        for uid, beat in zip(uids, self._directory.beats(uids), strict=True):
+            last, since = self._seen.get(uid, (None, now))
+            if last != beat:
+                since = now
+            self._seen[uid] = beat, since
+            if now - since > seconds:
+                found.append(uid)
+        return found
+
+
+class Membership:
+    """This process among those of the job, or of those that wait to join it.
+
+    ``check`` says whether an announced switch can be, and gives this process's target. ``overlaps``
+    is whether worlds are built in the background.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: JobStore,
+        check: Callable[[Posted], Target],
+        wire: Wire,
+        *,
+        overlaps: bool,
+        timeout_s: float,
+    ) -> None:
+        self.uid = process_uid()
+        self.directory = Directory(store)
+        self.board = Board(store)
+        self.beats = Beats(self.directory)
+        self.pending: Pending | None = None
+        self.has_notice = False
+        self.arrivals: list[str] = []
+        self.notices: list[str] = []
+        self.requests: list[tuple[int, str]] = []
+        self.silent_waiting: set[str] = set()
+        self._job = job
+        self._store = store
+        self._check = check
+        self._wire = wire
+        self._overlaps = overlaps
+        self._timeout_s = timeout_s
+        self._iteration = job.iteration
+        self._num_requests = 0
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._told_notice = False
+        self._published = 0.0
+        self._thread = threading.Thread(target=self._watch, name="dynatrain", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; this process has no part in the job any more."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(5 * _TICK_S + 1)
+
+    def can_leave(self) -> bool:
+        """Whether there is a job that would go on without this process; any thread."""
+        members = self._job.processes
+        return bool(members) and members != (self.uid,) and self._thread.is_alive()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process announces switches: it is rank 0 of the job."""
+        return bool(self._job.processes) and self._job.processes[0] == self.uid
+
+    # -- main thread -------------------------------------------------------------------------
+
+    def at_boundary(self, iteration: int) -> Pending | None:
+        """The switch that begins at this boundary, if one that is not of the schedule does."""
+        with self._lock:
+            self._iteration = iteration
+            pending = self.pending
+        if pending is None:
+            return None
+        if pending.called_off:
+            self.give_up(pending)
+            return None
+        self.prepare(pending)
+        if pending.is_scheduled or pending.hold is None or iteration < pending.hold:
+            return None
+        return self.decided(pending, iteration)
+
+    def decided(self, pending: Pending, iteration: int) -> Pending | None:
+        """``pending`` where its boundary is this one; waits until that is decided."""
+        found = self.board.wait_for_boundary(pending.number, timeout_s=self._timeout_s)
+        if isinstance(found, str):
+            pending.called_off = found
+            self.give_up(pending)
+            return None
+        return pending if iteration >= found else None
+
+    def announced(self, number: int) -> Pending:
+        """The switch of this number, once rank 0 has announced it. Raises :class:`WorldError`."""
+        with self._lock:
+            if self.pending is not None:
+                return self.pending
+        posted = self.board.wait(number, timeout_s=self._timeout_s)
+        with self._lock:
+            if self.pending is None:
+                self.pending = Pending(posted)
+            return self.pending
+
+    def prepare(self, pending: Pending) -> None:
+        """Do what this process can do before the boundary, once."""
+        if pending.prepared is not None or pending.refused:
+            return
+        try:
+            if pending.posted.refused:
+                raise SwitchRefused(pending.posted.refused)
+            target = self._check(pending.posted)
+            prepared = prepare(self._job, pending.posted.change, target)
+            if self._overlaps and (prepared.wanted is not None or prepared.bridge is None):
+                with contextlib.suppress(WorldError):  # of an earlier one that has not ended yet
+                    pending.building = start_building(prepared, self._store, self._wire)
+            pending.prepared = prepared
+        except SwitchRefused as error:
+            pending.refused = str(error)
+            if not pending.is_scheduled:
+                self.board.call_off(pending.number, str(error))
+
+    def conclude(self, pending: Pending) -> None:
+        """Done with it, one way or the other; the next one has the next number."""
+        with self._lock:
+            self._job.num_changes = pending.number
+            self.pending = None
+
+    def give_up(self, pending: Pending) -> None:
+        """The same; what was built for it goes."""
+        leads = self.leads
+        self.conclude(pending)
+        if pending.building is not None:
+            pending.building.abandon()
+        reason = pending.called_off or pending.refused or "it was called off"
+        if leads and pending.posted.request is not None:
+            answer = {"state": "called off", "reason": reason}
+            self.directory.answer(pending.posted.request, answer)
+        if leads and pending.called_off:
+            progress(0, f"the announced switch to {pending.posted.layout} was called off: {reason}")
+
+    def wait_for_call(self) -> Pending:
+        """On a process that waits to join: the switch that takes it in, once all have stopped.
+
+        Raises :class:`WorldError` where the job has ended, or its store.
+        """
+        while True:
+            if self.directory.has_ended:
+                raise WorldError("the job has ended")
+            pending = self.pending
+            if pending is None:
+                pass
+            elif pending.called_off:
+                self.give_up(pending)
+            else:
+                self.prepare(pending)
+                if isinstance(self.board.boundary(pending.number), int):
+                    return pending
+            time.sleep(_TICK_S / 2)
+
+    # -- the thread --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        beats, last = 0, 0.0
+        while not self._stopping.wait(_TICK_S):
+            try:
+                if time.monotonic() - last > _BEAT_S:
+                    last, beats = time.monotonic(), beats + 1
+                    self.directory.beat(self.uid, beats)
+                    self._look_for_the_silent()
+                self._tick()
+            except (WorldError, RuntimeError):
+                logger.warning(
+                    "the job's store is gone: no process can join or leave, and no switch be made",
+                    exc_info=True,
+                )
+                return
+
+    def _tick(self) -> None:
+        if self.has_notice and not self._told_notice:
+            self._told_notice = True
+            self.directory.give_notice(self.uid)
+        with self._lock:
+            pending, number = self.pending, self._job.num_changes + 1
+        if pending is not None:
+            self._further(pending)
+        elif (posted := self._next(number)) is not None:
+            with self._lock:
+                if self.pending is None and self._job.num_changes + 1 == posted.change.number:
+                    self.pending = Pending(posted)
+        if self.leads:
+            self._listen()
+
+    def _next(self, number: int) -> Posted | None:
+        if self._job.built is None:  # others switch meanwhile: only the last one counts
+            number = max(number, self.board.latest())
+            with self._lock:
+                self._job.num_changes = number - 1
+        posted = self.board.read(number)
+        if posted is None or self.uid in posted.change.processes:
+            return posted
+        with self._lock:
+            self._job.num_changes = number
+        return None
+
+    def _further(self, pending: Pending) -> None:
+        number, change = pending.number, pending.posted.change
+        found = self.board.boundary(number)
+        if isinstance(found, str):
+            pending.called_off = found
+        if pending.is_scheduled or found is not None:
+            return
+        if pending.prepared is not None and not pending.is_ready:
+            self._report_ready(pending)
+        if pending.is_ready and pending.hold is None and self.board.is_armed(number):
+            self._promise(pending)
+        if time.monotonic() - pending.since > self._timeout_s:
+            self.board.call_off(number, f"not all were prepared within {self._timeout_s:g} s")
+        silent = self.beats.silent(change.processes) if pending.is_ready else []
+        if silent:
+            self.board.call_off(number, f"no sign of life from {', '.join(silent)}")
+
+    def _report_ready(self, pending: Pending) -> None:
+        if pending.building is not None:
+            if not pending.building.is_done:
+                return
+            try:
+                pending.building.result(timeout_s=0)
+            except Exception as error:
+                self.board.call_off(pending.number, str(error))
+                return
+        pending.is_ready = True
+        self.board.ready(pending.posted.change)
+
+    def _promise(self, pending: Pending) -> None:
+        if self._job.built is None:
+            return
+        with self._lock:
+            hold = max(self._iteration + 1, pending.posted.at)
+            pending.hold = hold
+        self.board.hold(pending.posted.change, hold)
+
+    def _listen(self) -> None:
+        self.arrivals += self.directory.arrivals(len(self.arrivals))
+        self.notices += self.directory.notices(len(self.notices))
+        for message in self.directory.requests(self._num_requests):
+            number, self._num_requests = self._num_requests, self._num_requests + 1
+            if self.directory.answer_of(number) is not None:
+                continue
+            text = opened(message, number, self._job.secret)
+            if text is None:
+                reason = "it is not signed with the job's secret, which is in its run directory"
+                self.directory.answer(number, {"state": "refused", "reason": reason})
+            else:
+                self.requests.append((number, text))
+        if time.monotonic() - self._published > _BEAT_S:
+            self._published = time.monotonic()
+            self.directory.publish(self._status())
+
+    def _status(self) -> dict[str, Any]:
+        pending, job = self.pending, self._job
+        waiting = [uid for uid in dict.fromkeys(self.arrivals) if uid not in job.processes]
+        return {
+            "iteration": job.iteration,
+            "layout": str(job.layout),
+            "world": len(job.processes),
+            "members": list(job.processes),
+            "waiting": [uid for uid in waiting if uid not in self.silent_waiting],
+            "leaving": [uid for uid in self.notices if uid in job.processes],
+            "switch": None if pending is None else pending.number,
+        }
+
+    def _look_for_the_silent(self) -> None:
+        if self.leads:
+            waiting = tuple(dict.fromkeys(uid for uid in self.arrivals if uid))
+            self.silent_waiting = set(self.beats.silent(waiting))

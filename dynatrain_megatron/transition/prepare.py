@@ -1,0 +1,203 @@
+"""What a switch needs beside the state: a bridge between its processes, and the target's groups.
+
+::
+
+    prepare   what this process will be, and which groups it asks for      main thread, local
+    build     the bridge and the target's world                            any thread, collective
+
+Nothing of the model is built here. Where both have been done before the boundary, the stall has
+none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from dynatrain_megatron.adapters import arguments, groups
+from dynatrain_megatron.adapters.built import BuiltKey
+from dynatrain_megatron.adapters.groups import Groups, WantedGroups
+from dynatrain_megatron.adapters.job import Bridge, Job
+from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.elastic import build as worlds
+from dynatrain_megatron.elastic import building, records
+from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.elastic.groups import HeldGroups
+from dynatrain_megatron.elastic.live import LiveWorld
+from dynatrain_megatron.elastic.store import JobStore, store_errors
+from dynatrain_megatron.elastic.world import process_uid
+from dynatrain_megatron.engine import connect
+from dynatrain_megatron.planner import Topology
+from dynatrain_megatron.platform import current as current_platform
+from dynatrain_megatron.transition.check import Target
+
+_RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How the bridge is built: ``timeout_s`` bounds a transfer's waits, ``connect_s`` building."""
+
+    transport: EngineTransport
+    staging_bytes: int
+    timeout_s: float
+    connect_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One process's view of a switch to come.
+
+    ``key`` is that of the layout to be built, None on a process that leaves; ``wanted`` are its
+    groups, None where they exist: it is dormant. ``known`` are groups that may be taken over,
+    ``bridge`` is one that fits already.
+    """
+
+    change: Change
+    target: Target
+    key: BuiltKey | None
+    wanted: WantedGroups | None
+    known: HeldGroups
+    bridge: Bridge | None
+    backend: str
+    timeout_s: float
+
+
+@dataclass
+class Worlds:
+    """The bridge, ``is_new`` or one there was, and the target's world where it had to be built."""
+
+    bridge: Bridge
+    is_new: bool
+    world: LiveWorld[Groups] | None
+
+    def abandon(self) -> None:
+        """Nobody wants it: end what was built; local."""
+        if self.world is not None:
+            self.world.abandon()
+        if self.is_new:
+            self.bridge.end()
+
+
+def change_in_place(job: Job, *, timeout_s: float) -> Change:
+    """The next switch of a job whose processes stay as they are; collective over them."""
+    assert job.store is not None
+    job.num_changes += 1
+    key, client = f"switch/{job.num_changes}/in-place", job.store.here()
+    with store_errors(f"switch {job.num_changes} could not be agreed on"):
+        if job.processes[0] == process_uid():
+            ids = job.store.new_world_ids(2)
+            change = Change(job.num_changes, job.processes, job.processes, *ids)
+            client.set(key, change.to_json())
+        client.wait([key], timedelta(seconds=timeout_s))
+        return Change.from_json(bytes(client.get(key)))
+
+
+def prepare(job: Job, change: Change, target: Target) -> Prepared:
+    """What this process needs for ``change``; local, main thread, at a step boundary."""
+    uid, args = process_uid(), target.args
+    key = wanted = None
+    backend = str(args.distributed_backend)
+    if uid in change.target:
+        key = BuiltKey.of(target.layout, args, change.target, backend)
+        if job.dormant.get(key) is None:
+            recipe, rank = job.recipe, change.target.index(uid)
+            with _live_arguments(job, args):
+                wanted = groups.wanted(
+                    args, recipe.embedding_ranks, recipe.position_embedding_ranks, rank
+                )
+    in_force = {} if job.built is None else job.built.world.held
+    bridge = job.bridge
+    if bridge is not None and set(bridge.processes) != set(change.processes):
+        bridge = None
+    return Prepared(
+        change,
+        target,
+        key,
+        wanted,
+        {**job.dormant.held(), **in_force},
+        bridge,
+        backend,
+        60.0 * args.distributed_timeout_minutes,
+    )
+
+
+def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
+    """Make the bridge and the target's world where there is none; collective over all processes.
+
+    In any thread. Raises :class:`WorldError` or :class:`SwitchRefused` on all of them where one
+    fails; nothing is left then.
+    """
+    change, bridge = prepared.change, prepared.bridge
+    is_new = bridge is None
+    if bridge is None:
+        bridge = make_bridge(change, store, wire, prepared.backend)
+    if prepared.wanted is None:
+        return Worlds(bridge, is_new, None)
+    try:
+        world = worlds.build(
+            change.world(prepared.backend, prepared.timeout_s),
+            store.address,
+            prepared.wanted.make,
+            known=prepared.known,
+            timeout_s=wire.connect_s,
+        )
+    except BaseException:
+        if is_new:
+            bridge.end()
+        raise
+    return Worlds(bridge, is_new, world)
+
+
+def start_building(prepared: Prepared, store: JobStore, wire: Wire) -> Building[Worlds]:
+    """The same in a thread of its own."""
+    return building.start(f"switch {prepared.change.number}", lambda: build(prepared, store, wire))
+
+
+def make_bridge(change: Change, store: JobStore, wire: Wire, backend: str) -> Bridge:
+    """The bridge of a change; collective over its processes, in any thread.
+
+    Raises :class:`SwitchRefused` on all of them where the transport asked for cannot be had.
+    """
+    live = worlds.build(
+        change.bridge(backend, wire.timeout_s),
+        store.address,
+        lambda maker: None,
+        timeout_s=wire.connect_s,
+    )
+    group = live.record.default_pg
+    try:
+        with records.entered(live.record):
+            transport = connect(
+                group,
+                current_platform().device,
+                wire.transport,
+                timeout_s=wire.timeout_s,
+                ring_bytes=wire.staging_bytes // _RINGS_SHARE,
+            )
+            links = current_platform().links()
+            own = json.dumps([socket.gethostname(), links.near_gb_s, links.rails_gb_s]).encode()
+            rows = transport.all_gather(own, timeout_s=wire.timeout_s)
+    except BaseException:
+        live.end()
+        raise
+    hosts, near, rails = zip(*map(json.loads, rows), strict=True)
+    topology = Topology.from_hosts(hosts).with_devices(near, rails)
+    return Bridge(change.processes, live, transport, topology, hosts)
+
+
+@contextmanager
+def _live_arguments(job: Job, args: Namespace) -> Iterator[None]:
+    """Megatron's live arguments are ``args`` inside."""
+    kept = dict(vars(job.args))
+    arguments.replace_in_place(job.args, args)
+    try:
+        yield
+    finally:
+        arguments.replace_in_place(job.args, Namespace(**kept))

@@ -1,0 +1,112 @@
+"""What a switch did, in time, bytes and memory, and the lines it prints meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynatrain_megatron.engine import Transport
+from dynatrain_megatron.observe import progress
+from dynatrain_megatron.planner.staged import StagedPlan
+from dynatrain_megatron.planner.stages import Peak
+from dynatrain_megatron.transition.move import Move
+
+_MOST_RANKS_IN_MATRIX = 64  # a number for each pair of ranks is more than a line of a log should be
+
+
+@dataclass
+class SwitchReport:
+    """What a switch did, as the event log tells it; equal on every rank but for local bytes.
+
+    ``schedule`` is what placed the messages, never ``auto``, ``predicted_s`` what it says beside
+    the measured ``seconds["wire"]``. ``bytes_matrix`` is None with more than 64 ranks.
+    """
+
+    iteration: int
+    source: str
+    target: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    ops: int = 0
+    rounds: int = 0
+    schedule: str = ""
+    predicted_s: float = 0.0
+    stages: int = 1
+    keep_source: str = ""
+    peak_extra_bytes: int = 0
+    planned_peak_extra_bytes: int = 0
+    bound_peak_extra_bytes: int = 0
+    fingerprint: dict[str, str] | None = None
+    bytes_matrix: list[list[int]] | None = None
+    placement: dict[str, Any] | None = None
+    origin: str = "schedule"
+    world: int = 0
+    joined: int = 0
+    left: int = 0
+
+
+class Phases:
+    """Times the phases of a switch and prints a line for each on rank 0."""
+
+    def __init__(self, report: SwitchReport, rank: int) -> None:
+        self._report = report
+        self._rank = rank
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, doing: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
+        self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds
+        progress(self._rank, f"{name:8s} {seconds:7.3f} s  {doing}")
+
+
+def fill_in(
+    report: SwitchReport,
+    plan: StagedPlan,
+    move: Move,
+    peak: Peak,
+    rebuilt: int,
+    bridge: Transport,
+    timeout_s: float,
+) -> None:
+    """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
+    own: dict[str, Any] = {
+        "pack": sum(executed.pack_s for executed in move.reports),
+        "wire": sum(executed.wire_s for executed in move.reports),
+        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+        "sent": sum(executed.sent_bytes for executed in move.reports),
+        "lower_bound": plan.lower_bound_bytes,
+        "rebuilt": rebuilt,
+        "peak": report.peak_extra_bytes,
+        "planned": peak.extra,
+        "bound": peak.ends_with + peak.staging,
+        "largest": peak.largest,
+    }
+    rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
+    for name in ("pack", "wire", "unpack"):
+        report.seconds[name] = max(row[name] for row in rows)
+    report.bytes = {
+        "moved": sum(row["sent"] for row in rows),
+        "lower_bound": sum(row["lower_bound"] for row in rows),
+        "retained": plan.retained_bytes,
+        "rebuilt": sum(row["rebuilt"] for row in rows),
+        "max_send": plan.max_send_bytes,
+        "max_recv": plan.max_recv_bytes,
+    }
+    report.peak_extra_bytes = max(row["peak"] for row in rows)
+    report.planned_peak_extra_bytes = max(row["planned"] for row in rows)
+    report.bound_peak_extra_bytes = max(row["bound"] for row in rows) + max(
+        row["largest"] for row in rows
+    )
+    report.ops = plan.num_operations
+    report.rounds = plan.num_windows
+    report.schedule = ", ".join(plan.windows_by)
+    report.predicted_s = plan.predicted_s
+    if bridge.size <= _MOST_RANKS_IN_MATRIX:
+        report.bytes_matrix = plan.bytes_matrix.tolist()
