@@ -7,17 +7,21 @@ switch is possible is checked before it is announced, and again by each process.
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.advisor import Machine, Workload, workload_of
 from dynatrain_megatron.config import ScheduleStep
 from dynatrain_megatron.elastic.change import Change
-from dynatrain_megatron.errors import LayoutError, SwitchRefused
+from dynatrain_megatron.errors import ConfigError, LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, read_changes
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.plugin.membership import Membership
+from dynatrain_megatron.policies import Policy, PolicyContext, ask_policy
 from dynatrain_megatron.transition.posted import Posted
 
 _REQUEST_KEYS = ("layout", "world", "at", "dry_run")
@@ -99,8 +103,18 @@ class Leader:
         feasible: Callable[[Any, int], ParallelLayout],
         *,
         lead_steps: int,
+        policy: Policy | None,
+        launch_layout: ParallelLayout,
     ) -> None:
         """``feasible`` gives the layout of a request on so many ranks, or raises SwitchRefused."""
+        self._policy = policy
+        self._launch_layout = launch_layout
+        self._workload = _workload(job) if policy is not None else None
+        self._asked = job.iteration
+        self._asked_at = time.monotonic()
+        self._refused: list[Any] = []
+        self._refusal = ""
+        self._last: Capacity | None = None
         self._job = job
         self._membership = membership
         self._feasible = feasible
@@ -129,7 +143,7 @@ class Leader:
             return
         capacity = self.capacity()
         self._tell_of(capacity)
-        if capacity.leaving:
+        if capacity.leaving and self._policy is None:
             self._without_leavers(capacity, iteration)
         elif steps and iteration >= steps[0][1].iteration - self._lead_steps:
             index, step = steps[0]
@@ -149,18 +163,56 @@ class Leader:
             refused = str(error)
         self._post(target, step.layout_changes, at=step.iteration, step=step_index, refused=refused)
 
-    def propose(self, layout: Any, iteration: int, origin: str) -> None:
-        """Announce what a policy wants, if it can be and is something else."""
-        capacity = self.capacity()
-        try:
-            world = wanted_world(layout, self._job.layout) or len(capacity.members)
-            target = capacity.take(world)
-            if self._feasible(layout, world) == self._job.layout and target == capacity.members:
-                return
-        except (SwitchRefused, LayoutError) as error:
-            progress(0, f"iteration {iteration}: what the {origin} wants cannot be: {error}")
+    def ask_policy(
+        self, iteration: int, steps: tuple[ScheduleStep, ...], metrics: dict[str, float]
+    ) -> None:
+        """Announce what the policy wants, if anything, where nothing else is announced."""
+        if self._policy is None:
             return
-        self._post(target, layout, at=iteration, origin=origin)
+        now, before = time.monotonic(), self._asked
+        step_s = (now - self._asked_at) / max(1, iteration - before)
+        self._asked, self._asked_at = iteration, now
+        if self.posted > self._job.num_changes:
+            return
+        capacity = self.capacity()
+        if capacity != self._last:
+            self._last, self._refused = capacity, []
+        context = PolicyContext(
+            iteration=iteration,
+            previous_iteration=before,
+            layout=self._job.layout,
+            launch_layout=self._launch_layout,
+            time_s=time.time(),
+            step_s=step_s,
+            waiting=len(capacity.waiting),
+            leaving=tuple(i for i, uid in enumerate(capacity.members) if uid in capacity.leaving),
+            metrics=metrics,
+            schedule=steps,
+            refused=tuple(self._refused),
+            workload=self._workload,
+            machine=Machine(gpus_per_node=_ranks_of_a_node()),
+        )
+        answer: Any = None
+        try:
+            answer = ask_policy(self._policy, context)
+            if answer is None:
+                if capacity.leaving:
+                    self._without_leavers(capacity, iteration)
+                return
+            world = wanted_world(answer, self._job.layout) or len(capacity.members)
+            target = capacity.take(world)
+            layout = self._feasible(answer, world)
+        except (SwitchRefused, LayoutError) as refusal:
+            if answer is not None:
+                self._refused.append(answer)
+            if str(refusal) != self._refusal:
+                self._refusal = str(refusal)
+                progress(0, f"iteration {iteration}: what the policy wants cannot be: {refusal}")
+            if answer is None and capacity.leaving:
+                self._without_leavers(capacity, iteration)
+            return
+        if layout != self._job.layout or target != capacity.members:
+            self._post(target, answer, at=iteration, origin="policy")
 
     def _without_leavers(self, capacity: Capacity, iteration: int) -> None:
         for world in range(len(capacity.available), 0, -1):
@@ -220,6 +272,17 @@ class Leader:
         if new:
             self._told_waiting.update(new)
             progress(0, f"{len(capacity.waiting)} processes wait to join, now also {new}")
+
+
+def _workload(job: Job) -> Workload | None:
+    try:
+        return workload_of(job.args, job.launch.parsed)
+    except ConfigError:
+        return None
+
+
+def _ranks_of_a_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
 
 
 def _read_request(text: str) -> dict[str, Any]:

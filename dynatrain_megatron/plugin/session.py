@@ -58,6 +58,7 @@ from dynatrain_megatron.plugin.joining import Joining, card_of
 from dynatrain_megatron.plugin.leader import Leader, wanted_world
 from dynatrain_megatron.plugin.membership import Membership, Pending
 from dynatrain_megatron.plugin.notice import Notice
+from dynatrain_megatron.policies import load_policy
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.posted import Posted
 from dynatrain_megatron.transition.switch import SwitchOptions, SwitchReport, wire_of
@@ -86,7 +87,10 @@ class Session:
     """State of one run; its ``on_…`` methods are what the hooks call, on every rank alike."""
 
     def __init__(self, config: DynaTrainConfig) -> None:
-        """Raises ConfigError where the topology file is wrong, WorldError where no job answers."""
+        """Raises ConfigError where the topology file or the policy is wrong.
+
+        Raises WorldError where no job answers to a process that is to join one.
+        """
         self._joining: Joining | None = None
         if config.elastic.join is not None:
             self._joining = Joining(config, timeout_s=config.elastic.connect_timeout_s)
@@ -94,6 +98,8 @@ class Session:
             config = self._joining.config
         self.config = config
         self._topology = None if config.topology == "auto" else read_topology_file(config.topology)
+        self._policy = None if config.policy is None else load_policy(config.policy)
+        self._metrics: dict[str, float] = {}
         self.log = RunLog(config.run_dir)
         self.job: Job | None = None
         self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
@@ -242,7 +248,7 @@ class Session:
         """Begin to watch the job's store, where there is one; on rank 0 tell of the job in it."""
         if job.store is None:
             return
-        assert self._launch is not None
+        assert self._launch is not None and self._launch_layout is not None
         elastic, options = self.config.elastic, self._options()
         overlaps = elastic.overlap is Overlap.thread or (
             elastic.overlap is Overlap.auto and current_platform().backend == "gloo"
@@ -256,7 +262,12 @@ class Session:
             timeout_s=elastic.timeout_s,
         )
         self._leader = Leader(
-            job, self._membership, self._feasible, lead_steps=_LEAD_STEPS if overlaps else 0
+            job,
+            self._membership,
+            self._feasible,
+            lead_steps=_LEAD_STEPS if overlaps else 0,
+            policy=self._policy,
+            launch_layout=self._launch_layout,
         )
         if self._joining is None and self._membership.leads:
             card = card_of(job.store.job, self._launch, self.config)
@@ -418,6 +429,7 @@ class Session:
         if membership is not None and membership.leads and not is_due:
             assert self._leader is not None
             self._leader.announce(job.iteration, self._steps)
+            self._leader.ask_policy(job.iteration, self.config.steps(), self._metrics)
         return False
 
     def _step_due(self, job: Job) -> Pending | None:
@@ -664,6 +676,16 @@ class Session:
 
     def _record_step(self, logged: dict[str, Any]) -> None:
         job = self.job
+        if self._policy is not None:  # rank 0 may have no losses, but has what all ranks have
+            self._metrics = {
+                name: float(value)
+                for name, value in (
+                    *logged["loss_dict"].items(),
+                    ("grad norm", logged["grad_norm"]),
+                    ("learning rate", logged["learning_rate"]),
+                )
+                if value is not None
+            }
         if job is None or not self.config.record_steps or job.args.rank != job.args.world_size - 1:
             return
         norm = logged["grad_norm"]

@@ -21,6 +21,8 @@ from dynatrain_megatron.config import (
     ScheduleStep,
     Verify,
     compose,
+    from_json,
+    to_json,
 )
 from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import LAYOUT_KEYS
@@ -30,8 +32,9 @@ KEYS = (
     "on_refusal",
     "engine.schedule", "engine.transport", "engine.placement", "engine.staging_mib",
     "engine.window_ops", "engine.promote", "engine.verify", "engine.keep_source",
-    "engine.check_replicas", "engine.timeout_s", "elastic.cache_worlds", "record_steps",
-    "save_after_switch",
+    "engine.check_replicas", "engine.timeout_s", "elastic.overlap", "elastic.store",
+    "elastic.join", "elastic.on_leave", "elastic.leave_signal", "elastic.connect_timeout_s",
+    "elastic.timeout_s", "elastic.cache_worlds", "record_steps", "save_after_switch",
 )  # fmt: skip
 GROUP = (
     "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, promote: …, "
@@ -254,6 +257,15 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("engine.timeout_s=inf", "a number above 0 (seconds)"),
         ("engine.check_replicas=maybe", "true or false"),
         ("elastic.cache_worlds=-1", "a whole number of at least 0"),
+        ("elastic.overlap=on", "auto, thread or off"),
+        ("elastic.store=node7", "auto, or HOST:PORT"),
+        ("elastic.join=node7:99999", "HOST:PORT of a job's store, or null"),
+        ("elastic.on_leave=die", "exit or park"),
+        (
+            "elastic.leave_signal=SIGKILL",
+            "one of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT, or null",
+        ),
+        ("elastic.timeout_s=0", "a number above 0 (seconds)"),
         ("elastic.cache_worlds=all", "a whole number of at least 0"),
         ("record_steps=maybe", "true or false"),
         ("record_steps=null", "true or false"),
@@ -445,3 +457,13 @@ def test_any_overrides_compose_or_give_one_config_error(overrides: list[str]) ->
         assert isinstance(config, DynaTrainConfig)
         assert all(isinstance(step, ScheduleStep) for step in config.steps())
     assert dict(os.environ) == environment
+
+
+def test_a_configuration_goes_to_another_process_as_it_is() -> None:
+    config = compose(
+        [
+            "schedule=[{iteration: 5, layout: {tp: 1, vpp: null}}, {iteration: 6, layout: pp4}]",
+            "engine.schedule=ring", "elastic.join=node7:29500", "elastic.leave_signal=null",
+        ]
+    )  # fmt: skip
+    assert from_json(to_json(config)) == config
