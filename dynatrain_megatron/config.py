@@ -3,19 +3,22 @@
 :func:`split_argv` takes our part out of a command line, :func:`compose` turns Hydra overrides into
 a checked :class:`DynaTrainConfig`. Neither torch nor Megatron is imported, so that a mistake is
 found before anything is started. Every mistake a user can make is one ConfigError that names the
-key, the value and what is allowed.
+key, the value and what is allowed. Presets (:mod:`dynatrain_megatron.presets`) are Hydra's config
+groups: ``topology=h100 experiment=rlhf_phases`` take files, and values win over what is in them.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from dynatrain_megatron.errors import ConfigError, LayoutError, did_you_mean
 from dynatrain_megatron.layout import read_changes
+from dynatrain_megatron.presets import PACKAGE, Presets
 
 FLAG = "--dynatrain"
 _SHOWN_CHARS = 200
@@ -224,14 +227,17 @@ class DynaTrainConfig:
     a policy is asked where no step of it is due."""
     run_dir: str = "dynatrain-run"
     platform: PlatformChoice = PlatformChoice.auto
-    topology: str = "auto"
-    """``auto``, or a YAML file: see :mod:`dynatrain_megatron.planner.topology_file`."""
+    topology: Any = "auto"
+    """``auto``, a YAML file, or what could be in one as a mapping; see
+    :mod:`dynatrain_megatron.planner.topology_file`."""
     on_refusal: OnRefusal = OnRefusal["continue"]
     engine: EngineConfig = field(default_factory=EngineConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     record_steps: bool = True
     save_after_switch: bool = False
     """Whether each switch is followed by a checkpoint in the new layout, with Megatron's --save."""
+    model: Any = None
+    """Sizes of a model, to plan without a job; see :func:`compose_ahead`."""
 
     def __post_init__(self) -> None:
         """Check each value, then what they mean together."""
@@ -241,7 +247,9 @@ class DynaTrainConfig:
             _refuse("policy", self.policy)
         if not self.run_dir or "\0" in self.run_dir:
             _refuse("run_dir", self.run_dir)
-        if not self.topology or "\0" in self.topology:
+        if not isinstance(self.topology, str | Mapping) or not self.topology:
+            _refuse("topology", self.topology)
+        if isinstance(self.topology, str) and "\0" in self.topology:
             _refuse("topology", self.topology)
         self.steps()
 
@@ -281,7 +289,7 @@ _ALLOWED = {
     "policy": "package.module:function, or null",
     "run_dir": "a path",
     "platform": _one_of(PlatformChoice),
-    "topology": "auto, or the path of a YAML file",
+    "topology": "auto, a preset such as h100, the path of a YAML file, or what could be in one",
     "on_refusal": _one_of(OnRefusal),
     "engine.schedule": _one_of(EngineSchedule),
     "engine.transport": _one_of(EngineTransport),
@@ -303,8 +311,15 @@ _ALLOWED = {
     "elastic.cache_worlds": "a whole number of at least 0",
     "record_steps": "true or false",
     "save_after_switch": "true or false",
+    "model": "a preset such as llama2_70b, or a mapping of sizes",
+    "experiment": "a preset such as rlhf_phases",
+    "cfg": "job, which shows the configuration and ends",
 }
 _GROUPS = {key.partition(".")[0] for key in _ALLOWED if "." in key}
+_OPEN = ("topology", "model")
+"""Keys with keys inside that are checked by who reads them."""
+_PLACED = ("source", "target", "topology", "model", "experiment")
+"""Groups that every configuration has a place for, so that files may override their choice."""
 
 
 def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -332,15 +347,41 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return host, overrides
 
 
-def compose(overrides: Sequence[str]) -> DynaTrainConfig:
-    """The configuration that Hydra overrides such as ``engine.staging_mib=64`` describe.
+class Composed(NamedTuple):
+    """A configuration, and itself as YAML."""
 
-    Where a key is given twice the later one counts. Raises ConfigError for every mistake.
+    config: DynaTrainConfig
+    text: str
+
+
+def compose(overrides: Sequence[str], config_dir: Path | None = None) -> DynaTrainConfig:
+    """The configuration of a job that Hydra overrides such as ``engine.staging_mib=64`` describe.
+
+    ``config_dir`` has presets of the user's own. Where a key is given twice the later one counts.
+    Raises ConfigError for every mistake.
     """
-    given: dict[str, object] = {}
-    for override in overrides:
-        given |= _parse_override(override)
-    return _from_tree(_hydra_compose(overrides, given))
+    return compose_shown(overrides, config_dir).config
+
+
+def compose_shown(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
+    """What :func:`compose` gives, and what ``cfg=job`` shows of it."""
+    composed = _compose(overrides, config_dir)
+    if composed.config.model is not None:
+        raise ConfigError(
+            "model is for dynatrain plan and dynatrain simulate; the model of a job is that of its "
+            "Megatron flags: leave model out"
+        )
+    return composed
+
+
+def compose_ahead(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
+    """The same for planning without a job: with a ``model``, and a ``target`` at any time."""
+    return _compose(overrides, config_dir, target_at=1)
+
+
+def asks_to_show(overrides: Sequence[str]) -> bool:
+    """Whether ``cfg=job`` is among them."""
+    return any(override.partition("=")[0].strip() == "cfg" for override in overrides)
 
 
 def to_json(config: DynaTrainConfig) -> str:
@@ -360,6 +401,19 @@ def from_json(text: str) -> DynaTrainConfig:
     return _from_tree({str(key): value for key, value in tree.items()})
 
 
+def _compose(
+    overrides: Sequence[str], config_dir: Path | None, target_at: int | None = None
+) -> Composed:
+    presets = Presets(config_dir)
+    choices = _sorted_out([_parse_override(text) for text in overrides], presets)
+    tree = _hydra_compose(choices, presets)
+    if tree["target"] is not None and tree["switch_at"] is None and not tree["schedule"]:
+        tree["switch_at"] = target_at
+    shown = tree if target_at is not None else {k: v for k, v in tree.items() if k != "model"}
+    text = _as_yaml(shown)
+    return Composed(_from_tree(tree), text)
+
+
 def _from_tree(tree: dict[str, Any]) -> DynaTrainConfig:
     engine = EngineConfig(**tree.pop("engine"))
     elastic = ElasticConfig(**tree.pop("elastic"))
@@ -367,8 +421,28 @@ def _from_tree(tree: dict[str, Any]) -> DynaTrainConfig:
     return DynaTrainConfig(engine=engine, elastic=elastic, schedule=schedule, **tree)
 
 
-def _parse_override(text: str) -> dict[str, object]:
-    """Keys and values of one override, keys of groups spelled out; only ``key=value`` is taken."""
+class _Override(NamedTuple):
+    """``key=value`` as it was written and as Hydra reads it."""
+
+    text: str
+    key: str
+    value: object
+
+
+class _Choices(NamedTuple):
+    """Overrides for Hydra, values that are set after it, and all single settings by key.
+
+    A text for a key that is a group too (``topology=my.yaml``) would be taken for a preset's name
+    by Hydra, so such values are set last.
+    """
+
+    hydra: list[str]
+    plain: dict[str, object]
+    given: dict[str, object]
+
+
+def _parse_override(text: str) -> _Override:
+    """One override; only ``key=value`` is taken."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
 
@@ -391,12 +465,56 @@ def _parse_override(text: str) -> dict[str, object]:
             f"{_show(text)} gives {key} several values; {key} must be {_allowed(key)}. "
             f"Put a text with commas into quotes"
         )
-    return dict(_leaves(key, value))
+    return _Override(text, key, value)
+
+
+def _sorted_out(overrides: Sequence[_Override], presets: Presets) -> _Choices:
+    """Presets told from values; of several for one key that are no mappings the last counts."""
+    hydra: dict[int, _Override] = {}
+    plain: dict[str, object] = {}
+    given: dict[str, object] = {}
+    for number, override in enumerate(overrides):
+        text, key, value = override
+        if key == "cfg":
+            if value != "job":
+                _refuse(key, value)
+            continue
+        chosen = (key in _PLACED or key in _GROUPS) and presets.has(key, value)
+        if key == "experiment" and not chosen:
+            raise ConfigError(f"experiment={_show(value)} is no preset{presets.hint(key, value)}")
+        given |= {key: value} if chosen else dict(_leaves(key, value))
+        if chosen:
+            text = f"{key}={value}" if key in _PLACED else f"+{key}={value}"
+        elif key not in _ALLOWED and key.partition(".")[0] in _OPEN:
+            text = f"++{text.strip()}"  # who reads it says what may be in it
+        if chosen or (key in _PLACED and not isinstance(value, Mapping)):
+            hydra = {at: old for at, old in hydra.items() if old.key != key}
+        plain.pop(key, None)
+        if not chosen and key in _PLACED and not isinstance(value, Mapping):
+            plain[key] = value
+        else:
+            hydra[number] = _Override(text, key, value)
+    _check_inner(list(hydra.values()), plain)
+    return _Choices([override.text for override in hydra.values()], plain, given)
+
+
+def _check_inner(overrides: Sequence[_Override], plain: dict[str, object]) -> None:
+    """Single values of a mapping go with a preset, a mapping or nothing, not with a text."""
+    for override in overrides:
+        whole = override.key.partition(".")[0]
+        if whole == override.key or whole not in plain:
+            continue
+        if plain[whole] not in ("auto", None):
+            raise ConfigError(
+                f"{override.key}={_show(override.value)} sets one value of a mapping, but "
+                f"{whole}={_show(plain[whole])} is none; write it there, or choose a preset"
+            )
+        del plain[whole]
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
     """(key, value) for each single setting; refuses keys that do not exist."""
-    if key in _ALLOWED:
+    if key in _ALLOWED or key.partition(".")[0] in _OPEN:
         yield key, value
     elif key in _GROUPS:
         if not isinstance(value, Mapping):
@@ -418,35 +536,72 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
         )
 
 
-def _hydra_compose(overrides: Sequence[str], given: Mapping[str, object]) -> dict[str, Any]:
-    """Defaults with overrides merged in by Hydra, types converted and interpolations resolved."""
+def _hydra_compose(choices: _Choices, presets: Presets) -> dict[str, Any]:
+    """Defaults with presets and values merged in by Hydra, types converted, all resolved."""
     from hydra import compose as hydra_compose
-    from hydra import initialize
+    from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
     schema = OmegaConf.structured(DynaTrainConfig)
     # A schema from frozen classes is read-only, overrides included.
     OmegaConf.set_readonly(schema, None)
     OmegaConf.set_readonly(schema.engine, None)
     OmegaConf.set_readonly(schema.elastic, None)
-    ConfigStore.instance().store(name="dynatrain_config", node=schema)
+    places = [{group: None} for group in _PLACED]
+    ConfigStore.instance().store(name="dynatrain_schema", node=schema)
+    ConfigStore.instance().store(
+        name="dynatrain_config", node={"defaults": ["dynatrain_schema", *places, "_self_"]}
+    )
+    overrides = choices.hydra
+    if presets.own is not None:
+        overrides = [*overrides, f"hydra.searchpath=[pkg://{PACKAGE}]"]
     # The job may use Hydra itself; there is one global instance, so ours takes its place briefly.
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
+    folder = str(presets.folders[0])
     try:
-        with initialize(version_base=None, config_path=None, job_name="dynatrain"):
-            tree = hydra_compose("dynatrain_config", overrides=list(overrides))
-        found = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        _explain(error, given)
+        with initialize_config_dir(folder, version_base=None, job_name="dynatrain"):
+            tree = hydra_compose("dynatrain_config", overrides=overrides)
+            for key, value in choices.plain.items():
+                OmegaConf.update(tree, key, value, merge=False)
+            found = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+            assert isinstance(found, dict)
+            _name_layouts(found, presets, lambda name: _layout_preset(name, hydra_compose))
+    except ConfigError:
+        raise
+    except Exception as error:
+        # What is wrong with a file comes as YAML's, the system's or anybody's exception.
+        _explain(error, choices.given)
     finally:
         GlobalHydra.instance().hydra = outer
-    assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}
+
+
+def _name_layouts(
+    tree: dict[Any, Any], presets: Presets, layout_of: Callable[[str], object]
+) -> None:
+    """Put presets of the group ``layout`` where their names stand for layouts."""
+    for key in ("source", "target"):
+        if presets.has("layout", tree[key]):
+            tree[key] = layout_of(tree[key])
+    for step in tree["schedule"]:
+        if isinstance(step, dict) and presets.has("layout", step.get("layout")):
+            step["layout"] = layout_of(step["layout"])
+
+
+def _layout_preset(name: str, hydra_compose: Callable[[str], Any]) -> object:
+    from omegaconf import OmegaConf
+
+    tree = hydra_compose(f"layout/{name}")
+    return OmegaConf.to_container(tree.get("layout"), resolve=True)
+
+
+def _as_yaml(tree: Mapping[str, object]) -> str:
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(OmegaConf.create(dict(tree))))
 
 
 def _explain(error: BaseException, given: Mapping[str, object]) -> NoReturn:
@@ -458,9 +613,12 @@ def _explain(error: BaseException, given: Mapping[str, object]) -> NoReturn:
             if full_key == key or full_key.startswith(f"{key}."):
                 _refuse(key, given[key], error)
         cause = cause.__cause__ or cause.__context__
-    reason = str(error).strip().partition("\n")[0]
+    reason = _show(" ".join(str(error).split()) or type(error).__name__)
+    where = str(getattr(error, "full_key", None) or "")
     settings = " ".join(f"{key}={_show(value)}" for key, value in given.items())
-    raise ConfigError(f"{settings} cannot be composed: {reason}") from error
+    raise ConfigError(
+        f"{settings or 'the configuration'} cannot be composed: {where and f'{where}: '}{reason}"
+    ) from error
 
 
 def _schedule_steps(schedule: Sequence[Any]) -> Iterator[ScheduleStep]:

@@ -21,6 +21,8 @@ LEVELS = {
     "": 0,  # the package itself, which holds the version and nothing else
     "errors": 0,
     "layout": 1,
+    "configs": 0,  # presets, as YAML files
+    "presets": 1,
     "config": 2,
     "vps": 2,
     "shapes": 3,
@@ -30,6 +32,7 @@ LEVELS = {
     "advisor": 4,
     "elastic": 4,
     "engine": 4,
+    "ahead": 4,
     "adapters": 4,
     "policies": 5,
     "transition": 5,
@@ -42,11 +45,14 @@ WITHOUT_TORCH = {
     "",
     "errors",
     "layout",
+    "configs",
+    "presets",
     "config",
     "vps",
     "shapes",
     "planner",
     "advisor",
+    "ahead",
     "policies",
 }
 WITH_MEGATRON = {"adapters", "plugin", "platform"}

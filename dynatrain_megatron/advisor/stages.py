@@ -125,7 +125,7 @@ def chunk_held(model: Model, chunk: Chunk, tp: int, ep: int, etp: int) -> Held:
         held += layer_held(model, model.num_layers - 1, tp, ep, etp) * chunk.expert_layers
     ends = [model.embedding] if chunk.first and not model.tied else []
     if chunk.last:
-        ends += [model.final_norm, *([] if model.tied else [model.output])]
+        ends += [*model.final_norm, *([] if model.tied else [model.output])]
     for parameter in ends:
         held += Held(_elements(parameter, tp))
     return held

@@ -2,10 +2,14 @@
 
 A command module offers SUMMARY, `add_arguments(parser)` and `run(args) -> int`, and stands in
 COMMANDS. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+A command whose parser has ``overrides`` takes words of the form key=value anywhere between its
+options, and what follows ``--`` as ``flags``.
 """
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +22,8 @@ from dynatrain_megatron.errors import DynaTrainError
 COMMANDS = {
     "demo": "dynatrain_megatron.cli.demo",
     "layouts": "dynatrain_megatron.cli.layouts",
+    "plan": "dynatrain_megatron.cli.plan",
+    "simulate": "dynatrain_megatron.cli.simulate",
     "report": "dynatrain_megatron.cli.report",
     "status": "dynatrain_megatron.cli.status",
     "store": "dynatrain_megatron.cli.store",
@@ -49,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; usage errors exit with 2 from argparse."""
-    args = build_parser().parse_args(argv)
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
     # A plain `kill` ends like Ctrl-C, so that a command's children never outlive it.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -57,9 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DynaTrainError as error:
         print(f"dynatrain {args.command}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever reads our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"dynatrain {args.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    end = argv.index("--") if "--" in argv else len(argv)
+    # argparse takes positional arguments only as long as no option comes between them.
+    args, others = parser.parse_known_args(argv[:end])
+    if not hasattr(args, "overrides") or any(word.startswith("-") for word in others):
+        return parser.parse_args(argv)
+    args.overrides += others
+    args.flags = argv[end + 1 :]
+    return args
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> NoReturn:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dynatrain_megatron.planner.flows import find_flows
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.topology import Topology
+from dynatrain_megatron.vps.boxes import BoolArray, IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 
 
@@ -66,6 +67,7 @@ def least_load(
 ) -> tuple[Load, float]:
     """(the least of each figure by itself, the part of the moved bytes that has a choice)."""
     from scipy.optimize import linprog
+    from scipy.sparse import csr_array, vstack
 
     groups, nbytes = _groups(source, target, topology, relay)
     # Variables: what each sender of each group sends to its receivers, and the highest load.
@@ -75,13 +77,19 @@ def least_load(
         for rank in group.senders
     ]
     num_ranks, num_nodes, last = len(topology.node), max(topology.node) + 1, len(choices)
-    equal, passed_on = np.zeros((2, len(groups), last + 1))
-    by_rank, by_node = (np.zeros((size, last + 1)) for size in (num_ranks, num_nodes))
+    number, sender, is_relay = np.array(choices, dtype=np.int64).reshape(last, 3).T
+    node = np.array(topology.node, dtype=np.int64)
+    far = np.array([group.far for group in groups], dtype=np.bool_)
+    column = np.arange(last)
+
+    def table(rows: IntArray, values: IntArray | BoolArray, height: int) -> Any:
+        return csr_array((values.astype(float), (rows, column)), shape=(height, last + 1))
+
+    equal = table(number, np.ones(last, dtype=np.int64), len(groups))
+    passed_on = table(number, is_relay, len(groups))
+    by_rank = table(sender, np.ones(last, dtype=np.int64), num_ranks)
+    by_node = table(node[sender], far[number] & ~is_relay.astype(np.bool_), num_nodes)
     received, into = np.zeros(num_ranks), np.zeros(num_nodes)
-    for column, (number, rank, is_relay) in enumerate(choices):
-        equal[number, column] = by_rank[rank, column] = 1
-        passed_on[number, column] = is_relay
-        by_node[topology.node[rank], column] = groups[number].far and not is_relay
     for group, amount in zip(groups, nbytes, strict=True):
         received[list(group.receivers)] += amount
         into[topology.node[group.receivers[0]]] += amount * group.crossings
@@ -89,30 +97,38 @@ def least_load(
     crossings = np.array([group.crossings for group in groups], dtype=float)
     scale = max(1.0, float(nbytes.max(initial=0)))
 
-    def least(*bounded: tuple[np.ndarray, float]) -> float:
+    def least(*bounded: tuple[Any, float]) -> float:
         """The least highest load of ranks, of nodes, or of both."""
         if not groups:
             return 0.0
-        upper = [np.column_stack((load[:, :-1], np.full(len(load), -w))) for load, w in bounded]
-        most = np.concatenate((np.zeros(sum(map(len, upper))), (copies - 1) * nbytes / scale))
-        far = np.array([group.far for group in groups])
+        upper = [load - _last_column(load.shape, width) for load, width in bounded]
+        most = np.zeros(sum(load.shape[0] for load in upper))
         found = linprog(
             np.append(np.zeros(last), 1),
-            A_ub=np.concatenate((*upper, passed_on)),
-            b_ub=most,
-            A_eq=np.concatenate((equal, (equal - passed_on)[far])),
+            A_ub=vstack([*upper, passed_on]),
+            b_ub=np.concatenate((most, (copies - 1) * nbytes / scale)),
+            A_eq=vstack([equal, (equal - passed_on)[np.nonzero(far)[0]]]),
             b_eq=np.concatenate((copies * nbytes, (crossings * nbytes)[far])) / scale,
         )
         assert found.success, found.message
         return float(found.fun * scale)
 
     width = topology.node_width
-    sender, node = least((by_rank, 1.0)), least((by_node, 1.0))
-    sending = sender if width is None else least((by_rank, 1.0), (by_node, float(width)))
+    busiest, way_out = least((by_rank, 1.0)), least((by_node, 1.0))
+    sending = busiest if width is None else least((by_rank, 1.0), (by_node, float(width)))
     arriving = max(float(received.max()), float(into.max()) / (width or np.inf))
     moved = copies * nbytes
     chosen = moved[[len(group.senders) > 1 for group in groups]].sum()
-    return Load(sender, node, sending, arriving), float(chosen / max(moved.sum(), 1))
+    return Load(busiest, way_out, sending, arriving), float(chosen / max(moved.sum(), 1))
+
+
+def _last_column(shape: tuple[int, int], value: float) -> Any:
+    """A table of nothing but ``value`` in its last column."""
+    from scipy.sparse import csr_array
+
+    height, width = shape
+    rows = np.arange(height)
+    return csr_array((np.full(height, value), (rows, np.full(height, width - 1))), shape=shape)
 
 
 class _Group(NamedTuple):

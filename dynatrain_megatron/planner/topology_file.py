@@ -10,7 +10,8 @@
 
 Instead of ``hosts`` every node may have ``ranks``: [0, 1, 2, 3] or 0-3. What the file does not say
 is as with ``topology=auto``. The file is read before ranks and hosts are known, and then held
-against them: every mistake is one ConfigError that names the key, its value and the rule.
+against them: every mistake is one ConfigError that names the key, its value and the rule. Instead
+of a file there may be a mapping with the same keys, as a preset of the group ``topology`` gives.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ class TopologyFile:
         raise ConfigError(f"topology={self.path}: {problem}")
 
 
-def read_topology_file(path: str) -> TopologyFile:
-    """Read and check a file; raises ConfigError for every mistake in it."""
-    content = _load(path)
+def read_topology_file(source: str | Mapping[str, object]) -> TopologyFile:
+    """Read and check a file, or a mapping; raises ConfigError for every mistake in it."""
+    path = source if isinstance(source, str) else "{…}"
+    content = _load(source) if isinstance(source, str) else source
     if not isinstance(content, Mapping):
         raise ConfigError(
             f"topology={path} has {content!r} at its top; it must have keys: {', '.join(_KEYS)}"

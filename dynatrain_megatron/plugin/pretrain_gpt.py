@@ -21,9 +21,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynatrain_megatron import platform
-from dynatrain_megatron.config import FLAG, DynaTrainConfig, compose, split_argv
+from dynatrain_megatron.config import (
+    FLAG,
+    DynaTrainConfig,
+    asks_to_show,
+    compose_shown,
+    split_argv,
+)
 from dynatrain_megatron.errors import ConfigError, DynaTrainError, HostMismatch, PlatformError
 from dynatrain_megatron.platform import flags
+from dynatrain_megatron.presets import FLAG as CONFIG_DIR_FLAG
+from dynatrain_megatron.presets import take_config_dir
 
 _STARTED = time.time()
 
@@ -72,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def prepare(argv: Sequence[str]) -> DynaTrainConfig | None:
     """Read the overrides, install the platform and leave Megatron's flags in ``sys.argv``.
 
+    With ``cfg=job`` among the overrides the first rank shows the configuration, and all end.
+
     Returns:
         The configuration behind ``--dynatrain``; None without the flag.
 
@@ -80,8 +90,16 @@ def prepare(argv: Sequence[str]) -> DynaTrainConfig | None:
         PlatformError: for a flag that cannot work here.
         HostMismatch: for a Megatron or torch in which a name to be replaced is missing.
     """
-    host_argv, overrides = split_argv(argv)
-    config = None if overrides is None else compose(overrides)
+    rest, config_dir = take_config_dir(argv)
+    host_argv, overrides = split_argv(rest)
+    if overrides is None and config_dir is not None:
+        raise ConfigError(f"{CONFIG_DIR_FLAG} needs {FLAG}, whose presets it adds to")
+    composed = None if overrides is None else compose_shown(overrides, config_dir)
+    if composed is not None and asks_to_show(overrides or ()):
+        if os.environ.get("RANK", "0") == "0":
+            print(composed.text, end="")
+        raise SystemExit(0)
+    config = None if composed is None else composed.config
     flags.refuse(host_argv, REFUSED, "in this entry")
     chosen = platform.install("auto" if config is None else config.platform)
     host_argv += chosen.default_flags(host_argv)
@@ -147,7 +165,14 @@ def _add_help(parser: Any) -> Any:
         metavar="OVERRIDE",
         default=argparse.SUPPRESS,
         help="change the parallel layout while training; Hydra overrides follow, for example "
-        "schedule=[{iteration: 50, layout: {tp: 1, pp: 2}}]",
+        "schedule=[{iteration: 50, layout: {tp: 1, pp: 2}}]; with cfg=job they are shown as one "
+        "configuration, and nothing is run",
+    )
+    group.add_argument(
+        CONFIG_DIR_FLAG,
+        metavar="DIR",
+        default=argparse.SUPPRESS,
+        help="folder with presets of your own for --dynatrain, such as topology/NAME.yaml",
     )
     return parser
 

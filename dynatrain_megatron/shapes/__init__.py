@@ -7,6 +7,7 @@ ahead, for benchmarks, and for tests of worlds that no machine at hand could run
 """
 
 from dynatrain_megatron.shapes.models import MODELS, Model, Parameter
+from dynatrain_megatron.shapes.read import model_shape, read_model
 from dynatrain_megatron.shapes.rosters import make_rosters
 
-__all__ = ["MODELS", "Model", "Parameter", "make_rosters"]
+__all__ = ["MODELS", "Model", "Parameter", "make_rosters", "model_shape", "read_model"]

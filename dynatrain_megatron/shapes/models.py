@@ -64,10 +64,12 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A decoder of the Llama family: RMSNorm, SwiGLU, no biases.
+    """A decoder of the Llama family (RMSNorm, SwiGLU, no biases), or of GPT-3's where so marked.
 
     ``vocab`` is the padded vocabulary. ``head`` is the size of an attention head. Without ``gated``
-    MLPs have a plain activation in place of SwiGLU.
+    MLPs have a plain activation in place of SwiGLU. ``biases`` and ``norm_biases`` say that linear
+    layers and norms have biases; ``positions`` are learned ones, 0 where there are none;
+    ``qk_norm`` is a norm of queries and of keys.
     """
 
     num_layers: int
@@ -79,6 +81,10 @@ class Model:
     vocab: int
     tied: bool = False
     gated: bool = True
+    biases: bool = False
+    norm_biases: bool = False
+    positions: int = 0
+    qk_norm: bool = False
     latent: LatentAttention | None = None
     experts: Experts | None = None
 
@@ -94,10 +100,10 @@ class Model:
 
     def parameters(self) -> Iterator[Parameter]:
         """Every parameter, each once."""
-        yield self.embedding
+        yield from self.before
         for layer in range(self.num_layers):
             yield from self.layer(layer)
-        yield self.final_norm
+        yield from self.final_norm
         if not self.tied:
             yield self.output
 
@@ -110,17 +116,24 @@ class Model:
         return Parameter("output_layer.weight", (self.vocab, self.hidden), cut=0)
 
     @property
-    def final_norm(self) -> Parameter:
-        return Parameter("decoder.final_layernorm.weight", (self.hidden,))
+    def before(self) -> list[Parameter]:
+        """What comes before the layers."""
+        name, shape = "embedding.position_embeddings.weight", (self.positions, self.hidden)
+        return [self.embedding, *([Parameter(name, shape)] if self.positions else [])]
+
+    @property
+    def final_norm(self) -> list[Parameter]:
+        kinds = ("weight", "bias") if self.norm_biases else ("weight",)
+        return [Parameter(f"decoder.final_layernorm.{kind}", (self.hidden,)) for kind in kinds]
 
     def layer(self, number: int, experts: range | None = None) -> Iterator[Parameter]:
         """The parameters of one layer, with the experts given (default: all)."""
-        norms = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
+        norms = "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_"
         if self.latent is not None:
-            norms = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-        yield self._of_layer(number, norms[0], (self.hidden,))
+            norms = "input_layernorm.", "pre_mlp_layernorm."
+        yield from self._norm(number, norms[0])
         yield from self._attention(number)
-        yield self._of_layer(number, norms[1], (self.hidden,))
+        yield from self._norm(number, norms[1])
         if self.experts is None or number < self.experts.first_layer:
             yield from self._mlp(number, "mlp", self.ffn)
         else:
@@ -130,9 +143,11 @@ class Model:
         hidden, heads = self.hidden, self.heads
         if self.latent is None:
             width = heads * self.head
-            yield self._of_layer(number, "self_attention.linear_proj.weight", (hidden, width), 1)
+            yield from self._linear(number, "self_attention.linear_proj", (hidden, width), 1)
             width = (heads + 2 * self.groups) * self.head
-            yield self._of_layer(number, "self_attention.linear_qkv.weight", (width, hidden), 0)
+            yield from self._linear(number, "self_attention.linear_qkv", (width, hidden), 0)
+            for name in ("q_layernorm", "k_layernorm") if self.qk_norm else ():
+                yield self._of_layer(number, f"self_attention.{name}.weight", (self.head,))
             return
         latent = self.latent
         q_width = heads * (latent.qk_head + latent.rope_head)
@@ -150,9 +165,21 @@ class Model:
 
     def _mlp(self, number: int, prefix: str, ffn: int) -> Iterator[Parameter]:
         hidden, halves = self.hidden, self.halves
-        width = halves * ffn
-        yield self._of_layer(number, f"{prefix}.linear_fc1.weight", (width, hidden), 0, halves)
-        yield self._of_layer(number, f"{prefix}.linear_fc2.weight", (hidden, ffn), 1)
+        yield from self._linear(number, f"{prefix}.linear_fc1", (halves * ffn, hidden), 0, halves)
+        yield from self._linear(number, f"{prefix}.linear_fc2", (hidden, ffn), 1)
+
+    def _linear(
+        self, number: int, name: str, shape: tuple[int, int], cut: int, halves: int = 1
+    ) -> Iterator[Parameter]:
+        """A matrix and, where linear layers have one, its bias, which is cut with the rows."""
+        yield self._of_layer(number, f"{name}.weight", shape, cut, halves)
+        if self.biases:
+            along = None if cut else 0
+            yield self._of_layer(number, f"{name}.bias", shape[:1], along, halves)
+
+    def _norm(self, number: int, prefix: str) -> Iterator[Parameter]:
+        for kind in ("weight", "bias") if self.norm_biases else ("weight",):
+            yield self._of_layer(number, f"{prefix}{kind}", (self.hidden,))
 
     def _expert_mlp(
         self, number: int, experts: Experts, chosen: range | None
@@ -219,6 +246,7 @@ MODELS = {
     ),
     "235B": Model(  # Qwen 3, a mixture of experts
         num_layers=94, hidden=4096, ffn=12_288, heads=64, groups=4, head=128, vocab=151_936,
+        qk_norm=True,
         experts=Experts(count=128, ffn=1536, topk=8),
     ),
     "671B": Model(  # DeepSeek-V3, a mixture of experts; without its MTP layer

@@ -115,10 +115,10 @@ def _stage(model: Model, layout: ParallelLayout, stage: int, chunk: int) -> list
     stages = model.stages(layout.pp * (layout.vpp or 1))
     number = chunk * layout.pp + stage
     experts = None if model.experts is None else range(model.experts.count // layout.ep)
-    found = [model.embedding] if number == 0 else []
+    found = model.before if number == 0 else []
     found += [p for layer in stages[number] for p in model.layer(layer, experts)]
     if number == len(stages) - 1:
-        found.append(model.final_norm)
+        found += model.final_norm
         if not model.tied:
             found.append(model.output)
         elif number > 0:

@@ -36,7 +36,9 @@ def refused(*flags: str) -> str:
 
 @pytest.mark.parametrize("name", CASES)
 def test_flags_give_the_model_that_megatron_builds_of_them(name: str) -> None:
-    assert workload_of(read_flags(CASES[name].flags)).model == CASES[name].model
+    # Biases, learned positions and norms of queries are too small to count in an estimate.
+    small = {"biases": False, "norm_biases": False, "positions": 0, "qk_norm": False}
+    assert workload_of(read_flags(CASES[name].flags)).model == replace(CASES[name].model, **small)
 
 
 def test_large_models_by_their_flags() -> None:

@@ -35,11 +35,13 @@ KEYS = (
     "engine.check_replicas", "engine.timeout_s", "elastic.overlap", "elastic.store",
     "elastic.join", "elastic.on_leave", "elastic.leave_signal", "elastic.connect_timeout_s",
     "elastic.timeout_s", "elastic.cache_worlds", "record_steps", "save_after_switch",
+    "model", "experiment", "cfg",
 )  # fmt: skip
 GROUP = (
     "a group {schedule: …, transport: …, placement: …, staging_mib: …, window_ops: …, promote: …, "
     "verify: …, keep_source: …, check_replicas: …, timeout_s: …}"
 )
+TOPOLOGY = "auto, a preset such as h100, the path of a YAML file, or what could be in one"
 
 
 def refused(*overrides: str) -> str:
@@ -241,9 +243,10 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("policy=a/b.py:f", "package.module:function, or null"),
         ("policy=''", "package.module:function, or null"),
         ("policy={a: b}", "package.module:function, or null"),
-        ("topology=null", "auto, or the path of a YAML file"),
-        ("topology=''", "auto, or the path of a YAML file"),
-        ("topology={node_width: 2}", "auto, or the path of a YAML file"),
+        ("topology=null", TOPOLOGY),
+        ("topology=''", TOPOLOGY),
+        ("topology=[a]", TOPOLOGY),
+        ("topology={}", TOPOLOGY),
         ("engine.placement=worst", "best or identity"),
         ("engine.transport=gloo", "auto, vm, memfd or torch"),
         ("engine.verify=wire", "off or fingerprint"),
@@ -265,7 +268,7 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
             "elastic.leave_signal=SIGKILL",
             "one of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT, or null",
         ),
-        ("elastic.timeout_s=0", "a number above 0 (seconds)"),
+        ("elastic.timeout_s=0.0", "a number above 0 (seconds)"),
         ("elastic.cache_worlds=all", "a whole number of at least 0"),
         ("record_steps=maybe", "true or false"),
         ("record_steps=null", "true or false"),

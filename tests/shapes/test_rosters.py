@@ -14,7 +14,7 @@ from dynatrain_megatron.shapes import MODELS, Model, make_rosters
 from dynatrain_megatron.shapes.models import Experts, LatentAttention
 from dynatrain_megatron.vps import RosterSet, StateKind
 from dynatrain_megatron.vps.boxes import volumes
-from tests.adapters.test_layouts import BUCKETS, LLAMA, MOE, SHARED, TIED
+from tests.adapters.test_layouts import BUCKETS, LEARNED, LLAMA, MOE, SHARED, TIED
 from tests.dry import DryJob
 from tests.planner.worlds import region_of
 from tests.ranks import run_ranks
@@ -26,6 +26,16 @@ TINY_TIED = Model(
 TINY_PLAIN = Model(
     num_layers=8, hidden=64, ffn=256, heads=8, groups=4, head=8, vocab=1024, gated=False
 )
+TINY_QK = Model(
+    num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024, qk_norm=True
+)  # fmt: skip
+TINY_GPT = Model(
+    num_layers=8, hidden=64, ffn=256, heads=8, groups=4, head=8, vocab=1024, tied=True,
+    gated=False, biases=True, norm_biases=True, positions=64,
+)  # fmt: skip
+GPT = [
+    *(flag for flag in [*TIED, *LEARNED] if flag not in ("--swiglu", "--disable-bias-linear")),
+]
 TINY_MOE = Model(
     num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024,
     experts=Experts(count=8, ffn=48),
@@ -77,6 +87,12 @@ CASES = {
     ),
     "some layers with experts, shared ones": Case(
         SHARED, TINY_SHARED, ("pp2-dp4-ep4", "tp2-pp2-dp2-ep2-sp", "dp4-ep2-noopt")
+    ),
+    "biases, learned positions": Case(
+        GPT, TINY_GPT, ("tp2-pp2-dp3", "pp4-vpp2-dp2", "dp4", "tp4-noopt")
+    ),
+    "norms of queries and keys": Case(
+        [*LLAMA, "--qk-layernorm"], TINY_QK, ("tp2-pp2-dp2", "tp4-dp2")
     ),
     "latent attention": Case(LATENT, TINY_LATENT, ("dp2-ep2", "tp2-pp2-dp2-ep2-etp1-sp")),
 }  # fmt: skip

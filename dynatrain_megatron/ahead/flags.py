@@ -1,0 +1,230 @@
+"""A job's model and layout read from its Megatron flags, without Megatron.
+
+Only flags that shape parameters, layout or batch are looked at; all others are passed over. What
+this package cannot make rosters of is refused by name. Defaults are Megatron's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from dynatrain_megatron.errors import ConfigError
+from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.shapes import Model
+from dynatrain_megatron.shapes.models import Experts, LatentAttention
+
+_FREQUENCY = re.compile(r"\(?\[0\]\*(\d{1,6})\+\[1\]\*(\d{1,6})\)?")
+
+_NUMBERS = {  # flag: default, None where it follows from others or must be given
+    "--num-layers": None,
+    "--hidden-size": None,
+    "--num-attention-heads": None,
+    "--ffn-hidden-size": None,
+    "--kv-channels": None,
+    "--num-query-groups": None,
+    "--vocab-size": None,
+    "--make-vocab-size-divisible-by": 128,
+    "--max-position-embeddings": None,
+    "--seq-length": None,
+    "--global-batch-size": None,
+    "--num-experts": None,
+    "--moe-ffn-hidden-size": None,
+    "--moe-shared-expert-intermediate-size": None,
+    "--q-lora-rank": None,
+    "--kv-lora-rank": 32,
+    "--qk-head-dim": 128,
+    "--qk-pos-emb-head-dim": 64,
+    "--v-head-dim": 128,
+    "--tensor-model-parallel-size": 1,
+    "--pipeline-model-parallel-size": 1,
+    "--num-layers-per-virtual-pipeline-stage": None,
+    "--num-virtual-stages-per-pipeline-rank": None,
+    "--context-parallel-size": 1,
+    "--expert-model-parallel-size": 1,
+    "--expert-tensor-parallel-size": None,
+    "--num-distributed-optimizer-instances": 1,
+    "--micro-batch-size": 1,
+}
+_SWITCHES = (
+    "--group-query-attention", "--swiglu", "--disable-bias-linear", "--qk-layernorm",
+    "--untie-embeddings-and-output-weights", "--moe-router-enable-expert-bias",
+    "--multi-latent-attention", "--sequence-parallel", "--use-distributed-optimizer",
+    "--use-tp-pp-dp-mapping",
+)  # fmt: skip
+_TEXTS = {
+    "--position-embedding-type": "learned_absolute",
+    "--normalization": "LayerNorm",
+    "--moe-layer-freq": "1",
+}
+_REFUSED = (
+    "--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-num-layers", "--add-qkv-bias",
+    "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split", "--use-megatron-fsdp", "--use-torch-fsdp2",
+    "--yaml-cfg",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class JobFlags:
+    """What a job's flags say: model, layout, and the batch that layouts must divide."""
+
+    model: Model
+    layout: ParallelLayout
+    global_batch_size: int | None
+    seq_length: int | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"Megatron flags: {message}")
+
+
+def read_flags(flags: Sequence[str], world: int) -> JobFlags:
+    """Read the flags of a job of ``world`` ranks.
+
+    Raises ConfigError for what is missing, wrong or refused, LayoutError for a layout that
+    contradicts itself.
+    """
+    args = _parse(flags)
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    cp = args.context_parallel_size
+    if world % (tp * pp * cp):
+        raise ConfigError(
+            f"--tensor-model-parallel-size {tp} * --pipeline-model-parallel-size {pp} * "
+            f"--context-parallel-size {cp} must divide --world {world}"
+        )
+    layout = ParallelLayout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        vpp=_virtual_stages(args),
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size,
+        dp=world // (tp * pp * cp),
+        sp=args.sequence_parallel and tp > 1,
+        dist_opt=args.use_distributed_optimizer,
+        instances=args.num_distributed_optimizer_instances,
+        mbs=args.micro_batch_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+    return JobFlags(_model(args), layout, args.global_batch_size, args.seq_length)
+
+
+def _parse(flags: Sequence[str]) -> Namespace:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for flag, number in _NUMBERS.items():
+        parser.add_argument(flag, type=_count, default=number)
+    for flag in _SWITCHES:
+        parser.add_argument(flag, action="store_true")
+    for flag, text in _TEXTS.items():
+        parser.add_argument(flag, default=text)
+    for flag in _REFUSED:
+        if any(given == flag or given.startswith(f"{flag}=") for given in flags):
+            raise ConfigError(
+                f"{flag}: what it does to a model's parameters is not known without a job; leave "
+                f"it out for an estimate, or plan with a preset (model=…)"
+            )
+    args, _ = parser.parse_known_args(list(flags))
+    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size"):
+        if getattr(args, flag[2:].replace("-", "_")) is None:
+            raise ConfigError(f"Megatron flags: {flag} is missing, which shapes the model")
+    return args
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text[:12]) < 1 << 24 or len(text) > 8:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 16777215")
+    return int(text)
+
+
+def _virtual_stages(args: Namespace) -> int | None:
+    per_stage = args.num_layers_per_virtual_pipeline_stage
+    if args.pipeline_model_parallel_size == 1:
+        return None
+    if per_stage is None:
+        chunks = args.num_virtual_stages_per_pipeline_rank
+        return None if chunks is None else int(chunks)
+    chunks = args.pipeline_model_parallel_size * per_stage
+    if args.num_layers % chunks:
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} * --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size} must divide --num-layers {args.num_layers}"
+        )
+    return int(args.num_layers // chunks)
+
+
+def _model(args: Namespace) -> Model:
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    groups = (args.num_query_groups or 1) if args.group_query_attention else heads
+    if args.kv_channels is None and hidden % heads:
+        raise ConfigError(f"--num-attention-heads {heads} must divide --hidden-size {hidden}")
+    if heads % groups:
+        raise ConfigError(f"--num-query-groups {groups} must divide --num-attention-heads {heads}")
+    ffn = args.ffn_hidden_size
+    if ffn is None:
+        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden
+    learned = args.position_embedding_type == "learned_absolute"
+    if learned and args.max_position_embeddings is None:
+        raise ConfigError("Megatron flags: --max-position-embeddings is missing")
+    rows = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return Model(
+        num_layers=args.num_layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        groups=groups,
+        head=args.kv_channels or hidden // heads,
+        vocab=-(-args.vocab_size // rows) * rows,
+        tied=not args.untie_embeddings_and_output_weights,
+        gated=args.swiglu,
+        biases=not args.disable_bias_linear,
+        norm_biases=args.normalization == "LayerNorm",
+        positions=args.max_position_embeddings if learned else 0,
+        qk_norm=args.qk_layernorm and not args.multi_latent_attention,
+        latent=_latent(args),
+        experts=_experts(args, ffn),
+    )
+
+
+def _latent(args: Namespace) -> LatentAttention | None:
+    if not args.multi_latent_attention:
+        return None
+    if args.q_lora_rank is None or not args.qk_layernorm:
+        raise ConfigError(
+            "--multi-latent-attention is known with --q-lora-rank and --qk-layernorm only; add "
+            "them for an estimate"
+        )
+    return LatentAttention(
+        q_rank=args.q_lora_rank,
+        kv_rank=args.kv_lora_rank,
+        qk_head=args.qk_head_dim,
+        rope_head=args.qk_pos_emb_head_dim,
+        v_head=args.v_head_dim,
+    )
+
+
+def _experts(args: Namespace, ffn: int) -> Experts | None:
+    if args.num_experts is None:
+        return None
+    first = 0
+    if args.moe_layer_freq != "1":
+        found = _FREQUENCY.fullmatch(args.moe_layer_freq.replace(" ", ""))
+        if found is None or int(found[1]) + int(found[2]) != args.num_layers or not int(found[2]):
+            raise ConfigError(
+                f"--moe-layer-freq {args.moe_layer_freq[:40]} is known as 1 or as "
+                f"([0]*a+[1]*b) with a + b = --num-layers {args.num_layers} only"
+            )
+        first = int(found[1])
+    return Experts(
+        count=args.num_experts,
+        ffn=args.moe_ffn_hidden_size or ffn,
+        first_layer=first,
+        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
+        bias=args.moe_router_enable_expert_bias,
+    )

@@ -1,0 +1,1 @@
+"""Presets for Hydra, by group: ``model``, ``topology``, ``layout``, ``experiment``."""
