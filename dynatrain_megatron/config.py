@@ -234,6 +234,8 @@ class DynaTrainConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     record_steps: bool = True
+    save_before_switch: bool = False
+    """Whether each switch is preceded by a checkpoint in the old layout, with Megatron's --save."""
     save_after_switch: bool = False
     """Whether each switch is followed by a checkpoint in the new layout, with Megatron's --save."""
     model: Any = None
@@ -310,6 +312,7 @@ _ALLOWED = {
     "elastic.timeout_s": "a number above 0 (seconds)",
     "elastic.cache_worlds": "a whole number of at least 0",
     "record_steps": "true or false",
+    "save_before_switch": "true or false",
     "save_after_switch": "true or false",
     "model": "a preset such as llama2_70b, or a mapping of sizes",
     "experiment": "a preset such as rlhf_phases",

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.groups import RanksFunction
 from dynatrain_megatron.adapters.samplers import LaunchData
+from dynatrain_megatron.elastic.connections import Connections
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.engine import BoundPlan, Fragments, Transport
@@ -84,7 +85,8 @@ class BoundPlans:
 class Bridge:
     """What carries transfers, and nothing else, between ``processes``: uids, by bridge rank.
 
-    ``topology`` are nodes and links as found, ``hosts`` those of the processes.
+    ``topology`` are nodes and links as found, ``hosts`` those of the processes. ``connections`` are
+    its own and those of the target's world that was built last.
     """
 
     processes: tuple[str, ...]
@@ -92,6 +94,14 @@ class Bridge:
     transport: Transport
     topology: Topology
     hosts: tuple[str, ...]
+    connections: Connections = field(default_factory=Connections)
+
+    def cut(self) -> None:
+        """Wake whoever waits here for another process; any thread. It can only be ended then."""
+        self.connections.cut()
+        for group in self.world.process_groups():
+            if group.name() == "nccl":
+                group.abort()
 
     def end(self) -> None:
         """Close it and end its world; who waits for something of this process learns of it."""

@@ -12,11 +12,11 @@ The thread touches nothing of Megatron, torch's groups or the model.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.errors import SwitchRefused, WorldError
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.transition import Target
+from dynatrain_megatron.transition.attempt import Attempt
 from dynatrain_megatron.transition.posted import Board, Posted
 from dynatrain_megatron.transition.prepare import (
     Prepared,
@@ -129,6 +130,7 @@ class Membership:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._told_notice = False
+        self._switching: Pending | None = None
         self._published = 0.0
         self._thread = threading.Thread(target=self._watch, name="dynatrain", daemon=True)
 
@@ -199,7 +201,7 @@ class Membership:
             target = self._check(pending.posted)
             prepared = prepare(self._job, pending.posted.change, target)
             if self._overlaps and (prepared.wanted is not None or prepared.bridge is None):
-                with contextlib.suppress(WorldError):  # of an earlier one that has not ended yet
+                with suppress(WorldError):  # of an earlier one that has not ended yet
                     pending.building = start_building(prepared, self._store, self._wire)
             pending.prepared = prepared
         except SwitchRefused as error:
@@ -225,6 +227,15 @@ class Membership:
             self.directory.answer(pending.posted.request, answer)
         if leads and pending.called_off:
             progress(0, f"the announced switch to {pending.posted.layout} was called off: {reason}")
+
+    @contextmanager
+    def switching(self, pending: Pending) -> Iterator[None]:
+        """The switch is under way inside: watch that no process of it hangs."""
+        self._switching = pending
+        try:
+            yield
+        finally:
+            self._switching = None
 
     def wait_for_call(self) -> Pending:
         """On a process that waits to join: the switch that takes it in, once all have stopped.
@@ -269,7 +280,9 @@ class Membership:
             self.directory.give_notice(self.uid)
         with self._lock:
             pending, number = self.pending, self._job.num_changes + 1
-        if pending is not None:
+        if self._switching is not None:
+            self._see_that_none_hangs(self._switching)
+        elif pending is not None:
             self._further(pending)
         elif (posted := self._next(number)) is not None:
             with self._lock:
@@ -306,6 +319,18 @@ class Membership:
         silent = self.beats.silent(change.processes) if pending.is_ready else []
         if silent:
             self.board.call_off(number, f"no sign of life from {', '.join(silent)}")
+
+    def _see_that_none_hangs(self, pending: Pending) -> None:
+        """Wake the main thread where it waits for who will not come, or others have given up."""
+        change = pending.posted.change
+        attempt = Attempt(self._store, change, self.uid)
+        silent = self.beats.silent(change.processes, 2 * SILENT_S)  # all have much to do now
+        if silent:
+            attempt.abort(f"no sign of life from {', '.join(silent)}")
+        bridge = self._job.bridge
+        is_its = bridge is not None and set(bridge.processes) == set(change.processes)
+        if bridge is not None and is_its and attempt.is_aborted:
+            bridge.cut()
 
     def _report_ready(self, pending: Pending) -> None:
         if pending.building is not None:

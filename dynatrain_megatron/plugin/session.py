@@ -48,6 +48,7 @@ from dynatrain_megatron.errors import (
     SplitStateError,
     SwitchAborted,
     SwitchRefused,
+    TransitionError,
     WorldError,
 )
 from dynatrain_megatron.layout import ParallelLayout, derive
@@ -127,12 +128,13 @@ class Session:
         parsed = call.arguments["args"]
         if self._launch is not None:
             return original(*call.args, **call.kwargs)
-        if self.config.save_after_switch and not (parsed.save and parsed.save_interval):
-            _end(
-                "save_after_switch=true needs a directory for the checkpoints; add --save DIR and "
-                "--save-interval N (Megatron asks for both) or leave save_after_switch out",
-                parsed.rank,
-            )
+        for key in ("save_before_switch", "save_after_switch"):
+            if getattr(self.config, key) and not (parsed.save and parsed.save_interval):
+                _end(
+                    f"{key}=true needs a directory for the checkpoints; add --save DIR and "
+                    f"--save-interval N (Megatron asks for both) or leave {key} out",
+                    parsed.rank,
+                )
         launch = LaunchArguments.capture(parsed, call.arguments.get("defaults") or {})
         result = original(*call.args, **call.kwargs)
         args = parsed if result is None else result
@@ -557,8 +559,12 @@ class Session:
                 timer.stop()
         assert pending.prepared is not None
         target = pending.prepared.target
+        if self.config.save_before_switch and job.built is not None:
+            if self._saved_iteration != job.iteration:
+                self._save(job)
         try:
-            report = switch(job, target, self._options(), pending.prepared, pending.building)
+            with self._membership.switching(pending):
+                report = switch(job, target, self._options(), pending.prepared, pending.building)
         except (SwitchRefused, SwitchAborted) as refusal:
             pending.refused = str(refusal)
             self._membership.give_up(pending)
@@ -567,6 +573,8 @@ class Session:
         except SplitStateError as error:
             self._split = error
             raise
+        except TransitionError as error:
+            raise TransitionError(f"{error}{self._last_checkpoint(job)}") from error
         finally:
             self._membership.conclude(pending)
         self._num_switches += 1
@@ -584,6 +592,11 @@ class Session:
             answer = {"state": "done", "layout": report.target, "iteration": job.iteration}
             self._membership.directory.answer(pending.posted.request, answer)
         return True
+
+    def _last_checkpoint(self, job: Job) -> str:
+        if self._saved_iteration is None:
+            return ""
+        return f" (iteration {self._saved_iteration} is saved in {job.args.save})"
 
     def _check_whole(self) -> None:
         """Nothing is trained on or saved once a switch has left no layout with the whole state."""

@@ -30,7 +30,7 @@ _REASON_CHARS = 1000
 
 
 class Attempt:
-    """This process's part in deciding on ``change``; ``uid`` is its own. Main thread only."""
+    """This process's part in deciding on ``change``; ``uid`` is its own. Any thread."""
 
     def __init__(self, store: JobStore, change: Change, uid: str) -> None:
         self.change = change

@@ -25,9 +25,10 @@ from dynatrain_megatron.adapters.groups import Groups, WantedGroups
 from dynatrain_megatron.adapters.job import Bridge, Job
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.elastic import build as worlds
-from dynatrain_megatron.elastic import building, records
+from dynatrain_megatron.elastic import building, connections, records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.elastic.connections import Connections, Ends
 from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.store import JobStore, store_errors
@@ -136,19 +137,23 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
     """
     change, bridge = prepared.change, prepared.bridge
     is_new = bridge is None
+    before = connections.open_now()
     if bridge is None:
         bridge = make_bridge(change, store, wire, prepared.backend)
-    if prepared.wanted is None:
-        return Worlds(bridge, is_new, None)
+    world = None
     try:
-        world = worlds.build(
-            change.world(prepared.backend, prepared.timeout_s),
-            store.address,
-            prepared.wanted.make,
-            known=prepared.known,
-            timeout_s=wire.connect_s,
-        )
+        if prepared.wanted is not None:
+            world = worlds.build(
+                change.world(prepared.backend, prepared.timeout_s),
+                store.address,
+                prepared.wanted.make,
+                known=prepared.known,
+                timeout_s=wire.connect_s,
+            )
+        _know_connections(bridge, before, wire)
     except BaseException:
+        if world is not None:
+            world.abandon()
         if is_new:
             bridge.end()
         raise
@@ -158,6 +163,15 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
 def start_building(prepared: Prepared, store: JobStore, wire: Wire) -> Building[Worlds]:
     """The same in a thread of its own."""
     return building.start(f"switch {prepared.change.number}", lambda: build(prepared, store, wire))
+
+
+def _know_connections(bridge: Bridge, before: dict[int, Ends], wire: Wire) -> None:
+    """Find out which connections were made meanwhile, so that a hung process can be given up."""
+    made = {inode: ends for inode, ends in connections.open_now().items() if inode not in before}
+    own = json.dumps([here for here, _ in made.values()]).encode()
+    rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
+    found = Connections.among(made, [end for row in rows for end in json.loads(row)])
+    bridge.connections = bridge.connections + found
 
 
 def make_bridge(change: Change, store: JobStore, wire: Wire, backend: str) -> Bridge:

@@ -1,0 +1,79 @@
+"""The TCP connections between the processes of a world, so that they can be cut.
+
+A wait for a process that hangs ends when its time is up and not before: gloo's waits cannot be
+called off, and a hung process keeps its sockets open. Who has decided not to wait any longer cuts
+the connections at this end; the wait then fails at once, as if the peer had died.
+
+Which connections are a world's is found out, not guessed: those made while it was built whose other
+end is one that some process of it has made, too. Linux only, as ``/proc`` is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+Ends = tuple[str, str]
+"""A connection's own end and the other one, as text."""
+
+
+def open_now() -> dict[int, Ends]:
+    """This process's TCP connections, by inode."""
+    return {inode: ends for inode, ends, _ in _connections()}
+
+
+class Connections:
+    """Connections of this process that may be cut, ``inodes``."""
+
+    def __init__(self, inodes: frozenset[int] = frozenset()) -> None:
+        self._inodes = inodes
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._inodes)
+
+    def __add__(self, other: Connections) -> Connections:
+        """Both."""
+        return Connections(self._inodes | other._inodes)
+
+    @classmethod
+    def among(cls, made: dict[int, Ends], ends_of_all: list[str]) -> Connections:
+        """Those of this process's newly ``made`` ones whose other end is one of ``ends_of_all``."""
+        known = set(ends_of_all)
+        return cls(frozenset(inode for inode, (_, other) in made.items() if other in known))
+
+    def cut(self) -> int:
+        """Cut those that are still open, from any thread; returns how many."""
+        count = 0
+        for inode, _, connection in _connections():
+            if inode in self._inodes:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        return count
+
+
+def _connections() -> Iterator[tuple[int, Ends, socket.socket]]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith("socket:["):
+                continue
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed by another thread meanwhile
+            continue
+        with connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                ends = _text(connection.getsockname()), _text(connection.getpeername())
+            except OSError:  # one that listens
+                continue
+            yield int(target[8:-1]), ends, connection
+
+
+def _text(address: tuple[str, int]) -> str:
+    host = address[0].removeprefix("::ffff:")
+    return f"{host}:{address[1]}"
