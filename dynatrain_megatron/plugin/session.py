@@ -559,9 +559,9 @@ class Session:
                 timer.stop()
         assert pending.prepared is not None
         target = pending.prepared.target
-        if self.config.save_before_switch and job.built is not None:
-            if self._saved_iteration != job.iteration:
-                self._save(job)
+        is_saved = self._saved_iteration == job.iteration
+        if self.config.save_before_switch and job.built is not None and not is_saved:
+            self._save(job)
         try:
             with self._membership.switching(pending):
                 report = switch(job, target, self._options(), pending.prepared, pending.building)
