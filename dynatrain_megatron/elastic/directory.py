@@ -92,6 +92,15 @@ class Directory:
         """The uids that have given notice since the first ``after`` of them."""
         return self._since("notice", after)
 
+    def let_nobody_stay(self) -> None:
+        """All processes of the job have to leave, and there are no others."""
+        self._store.here().set("nobody-stays", "")
+
+    @property
+    def nobody_stays(self) -> bool:
+        """Whether that is so."""
+        return bool(self._store.here().check(["nobody-stays"]))
+
     def ask(self, request: dict[str, Any], secret: str) -> int:
         """Ask something of the job whose ``secret`` this is; returns its answer's number."""
         text = json.dumps(request)

@@ -115,6 +115,7 @@ class Leader:
         self._refused: list[Any] = []
         self._refusal = ""
         self._last: Capacity | None = None
+        self._stuck: Capacity | None = None
         self._job = job
         self._membership = membership
         self._feasible = feasible
@@ -156,7 +157,7 @@ class Leader:
         capacity, refused = self.capacity(), ""
         target = capacity.members
         try:
-            world = wanted_world(step.layout_changes, self._job.layout)
+            world = wanted_world(step.layout_changes, self._launch_layout)
             if world is not None and world != len(capacity.members):
                 target = capacity.take(world)
         except (SwitchRefused, LayoutError) as error:
@@ -199,7 +200,7 @@ class Leader:
                 if capacity.leaving:
                     self._without_leavers(capacity, iteration)
                 return
-            world = wanted_world(answer, self._job.layout) or len(capacity.members)
+            world = wanted_world(answer, self._launch_layout) or len(capacity.members)
             target = capacity.take(world)
             layout = self._feasible(answer, world)
         except (SwitchRefused, LayoutError) as refusal:
@@ -215,6 +216,8 @@ class Leader:
             self._post(target, answer, at=iteration, origin="policy")
 
     def _without_leavers(self, capacity: Capacity, iteration: int) -> None:
+        if capacity == self._stuck:
+            return
         for world in range(len(capacity.available), 0, -1):
             for wanted in shrunk(self._job.layout, self._job.layout, world):
                 try:
@@ -223,13 +226,19 @@ class Leader:
                     continue
                 self._post(capacity.take(world), wanted, at=iteration, origin="notice")
                 return
+        self._stuck = capacity
+        progress(
+            0,
+            f"iteration {iteration}: {len(capacity.leaving)} processes are to leave, but no layout "
+            f"of the {len(capacity.available)} others can be; they stay until others join",
+        )
 
     def _requested(self, number: int, text: str, capacity: Capacity, iteration: int) -> None:
         answer = self._membership.directory.answer
         try:
             request = _read_request(text)
             layout = request.get("layout", {})
-            world = request.get("world") or wanted_world(layout, self._job.layout)
+            world = request.get("world") or wanted_world(layout, self._launch_layout)
             target = capacity.take(world or len(capacity.members))
             if "layout" not in request:
                 layout = self._same_degrees(len(target))

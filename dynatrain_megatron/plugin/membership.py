@@ -13,6 +13,8 @@ The thread touches nothing of Megatron, torch's groups or the model.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,6 +280,8 @@ class Membership:
         if self.has_notice and not self._told_notice:
             self._told_notice = True
             self.directory.give_notice(self.uid)
+        if self.has_notice and self.directory.nobody_stays:
+            os._exit(128 + signal.SIGTERM)  # as without a handler: there is no job to go on
         with self._lock:
             pending, number = self.pending, self._job.num_changes + 1
         if self._switching is not None:
@@ -355,6 +359,8 @@ class Membership:
     def _listen(self) -> None:
         self.arrivals += self.directory.arrivals(len(self.arrivals))
         self.notices += self.directory.notices(len(self.notices))
+        if self.has_notice and not self.arrivals and set(self._job.processes) <= set(self.notices):
+            self.directory.let_nobody_stay()
         for message in self.directory.requests(self._num_requests):
             number, self._num_requests = self._num_requests, self._num_requests + 1
             if self.directory.answer_of(number) is not None:
