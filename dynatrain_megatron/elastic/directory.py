@@ -84,12 +84,16 @@ class Directory:
         """The uids that have arrived since the first ``after`` of them."""
         return self._since("arrival", after)
 
-    def give_notice(self, uid: str) -> None:
-        """This process has to leave."""
-        self._append("notice", lambda _: uid)
+    def give_notice(self, uid: str) -> int:
+        """This process has to leave; returns the number of its notice."""
+        return self._append("notice", lambda _: uid)
+
+    def withdraw_notice(self, number: int) -> None:
+        """It has left, and may come back."""
+        self._store.here().set(f"notice/{number}", "")
 
     def notices(self, after: int) -> list[str]:
-        """The uids that have given notice since the first ``after`` of them."""
+        """The uids that have given notice since the first ``after``; empty where withdrawn."""
         return self._since("notice", after)
 
     def let_nobody_stay(self) -> None:

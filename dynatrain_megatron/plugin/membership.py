@@ -118,7 +118,7 @@ class Membership:
         self.pending: Pending | None = None
         self.has_notice = False
         self.arrivals: list[str] = []
-        self.notices: list[str] = []
+        self.notices: set[str] = set()
         self.requests: list[tuple[int, str]] = []
         self.silent_waiting: set[str] = set()
         self._job = job
@@ -131,7 +131,8 @@ class Membership:
         self._num_requests = 0
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._told_notice = False
+        self._notice: int | None = None
+        self._num_notices = 0
         self._switching: Pending | None = None
         self._published = 0.0
         self._thread = threading.Thread(target=self._watch, name="dynatrain", daemon=True)
@@ -145,6 +146,13 @@ class Membership:
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(5 * _TICK_S + 1)
+
+    def withdraw_notice(self) -> None:
+        """This process has left, and may come back; main thread."""
+        self.has_notice = False
+        notice, self._notice = self._notice, None
+        if notice is not None:
+            self.directory.withdraw_notice(notice)
 
     def can_leave(self) -> bool:
         """Whether there is a job that would go on without this process; any thread."""
@@ -277,9 +285,8 @@ class Membership:
                 return
 
     def _tick(self) -> None:
-        if self.has_notice and not self._told_notice:
-            self._told_notice = True
-            self.directory.give_notice(self.uid)
+        if self.has_notice and self._notice is None:
+            self._notice = self.directory.give_notice(self.uid)
         if self.has_notice and self.directory.nobody_stays:
             os._exit(128 + signal.SIGTERM)  # as without a handler: there is no job to go on
         with self._lock:
@@ -358,7 +365,10 @@ class Membership:
 
     def _listen(self) -> None:
         self.arrivals += self.directory.arrivals(len(self.arrivals))
-        self.notices += self.directory.notices(len(self.notices))
+        new = self.directory.notices(self._num_notices)
+        self._num_notices += len(new)
+        # Those of processes that have left since are of no use, and they may come back.
+        self.notices = {*self.notices, *new} & set(self._job.processes)
         if self.has_notice and not self.arrivals and set(self._job.processes) <= set(self.notices):
             self.directory.let_nobody_stay()
         for message in self.directory.requests(self._num_requests):

@@ -323,7 +323,7 @@ class Session:
         if self.config.elastic.on_leave is OnLeave.exit:
             print(f"[dynatrain] {membership.uid} has left the job", flush=True)
             raise SystemExit(0)
-        membership.has_notice = False
+        membership.withdraw_notice()
         self._enter(job)
 
     def _first_job(self, call: Call) -> Job | None:
