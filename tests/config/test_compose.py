@@ -34,7 +34,8 @@ KEYS = (
     "engine.window_ops", "engine.promote", "engine.verify", "engine.keep_source",
     "engine.check_replicas", "engine.timeout_s", "elastic.overlap", "elastic.store",
     "elastic.join", "elastic.on_leave", "elastic.leave_signal", "elastic.connect_timeout_s",
-    "elastic.timeout_s", "elastic.cache_worlds", "record_steps", "save_before_switch", "save_after_switch",
+    "elastic.timeout_s", "elastic.cache_worlds", "record_steps", "save_before_switch",
+    "save_after_switch",
     "model", "experiment", "cfg",
 )  # fmt: skip
 GROUP = (
