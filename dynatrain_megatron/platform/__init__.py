@@ -13,6 +13,7 @@ import sys
 from dynatrain_megatron.errors import PlatformError
 from dynatrain_megatron.platform.base import Platform
 from dynatrain_megatron.platform.replace import Applied, apply
+from dynatrain_megatron.platform.versions import megatron_release
 
 __all__ = ["Platform", "current", "install", "uninstall"]
 
@@ -126,7 +127,8 @@ def _apply_host_table() -> None:
         return
     from dynatrain_megatron.platform import host
 
-    _applied.append(apply(host.HOST_TABLE))
+    release = megatron_release()
+    _applied.append(apply(row for row in host.HOST_TABLE if release in row.releases))
 
 
 def _set_cpu_environment() -> None:

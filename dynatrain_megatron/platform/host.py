@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dynatrain_megatron.platform.replace import Replacement
+from dynatrain_megatron.platform.versions import Releases
 
 
 def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
@@ -172,6 +173,7 @@ HOST_TABLE: tuple[Replacement, ...] = (
         "with local modules and tensor parallelism, gives the rotary part of the keys, which all "
         "heads share, the gradient of one rank's heads only",
         _mla_down_projection,
+        Releases(since=(0, 17)),
     ),
     Replacement(
         f"{_LATENT}.__init__",
@@ -183,6 +185,7 @@ HOST_TABLE: tuple[Replacement, ...] = (
         "megatron.core.models.hybrid.hybrid_block.TENorm",
         "is the last norm of every Hybrid model, also of one made of local modules",
         _hybrid_norm,
+        Releases(since=(0, 18)),
     ),
     Replacement(
         f"{_DISTRIBUTED}.state_dict",

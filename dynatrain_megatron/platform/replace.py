@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynatrain_megatron.errors import HostMismatch
+from dynatrain_megatron.platform.versions import ALL, Releases
 
 _ABSENT = object()
 
@@ -25,11 +26,13 @@ class Replacement:
         target: dotted name, for example ``torch.cuda.Stream`` or ``torch.Tensor.to``.
         reason: why the platform cannot leave the name alone.
         make: takes what the name stands for now, returns what it shall stand for.
+        releases: of megatron-core that have the name; elsewhere the row is left out.
     """
 
     target: str
     reason: str
     make: Callable[[Any], Any] = field(repr=False)
+    releases: Releases = ALL
 
     def locate(self) -> tuple[Any, str]:
         """The module or class that holds the name, and the name's last part.

@@ -14,16 +14,28 @@ from typing import Any, NamedTuple
 
 from dynatrain_megatron.config import DynaTrainConfig
 from dynatrain_megatron.errors import HostMismatch
+from dynatrain_megatron.platform.versions import (
+    ALL,
+    Releases,
+    megatron_release,
+    megatron_version,
+    problem_of,
+)
 from dynatrain_megatron.plugin.session import Session
 
 
 class Hook(NamedTuple):
-    """One host function: where it lives, the session's method that gets the call, and why."""
+    """One host function: where it lives, the session's method that gets the call, and why.
+
+    ``parameters`` are those of its parameters that the session reads or sets by name.
+    """
 
     module: str
     name: str
     handler: str
     why: str
+    parameters: tuple[str, ...] = ()
+    releases: Releases = ALL
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -32,18 +44,29 @@ HOOKS: tuple[Hook, ...] = (
         "validate_args",
         "on_validate_args",
         "keeps the launch flags as parsed, from which a target's arguments are made",
+        ("args", "defaults"),
+    ),
+    Hook(
+        "megatron.training.initialize",
+        "validate_args",
+        "on_validate_args",
+        "is where older releases call it",
+        ("args", "defaults"),
+        Releases(before=(0, 18)),
     ),
     Hook(
         "megatron.training.training",
         "pretrain",
         "on_pretrain",
         "names the dataset provider and the embedding ranks",
+        ("train_valid_test_dataset_provider", "get_embedding_ranks"),
     ),
     Hook(
         "megatron.training",
         "pretrain",
         "on_pretrain",
         "the same function, as scripts import it",
+        ("train_valid_test_dataset_provider", "get_embedding_ranks"),
     ),
     Hook(
         "megatron.training.training",
@@ -62,32 +85,43 @@ HOOKS: tuple[Hook, ...] = (
         "train",
         "on_train",
         "is left and entered again around a switch",
+        (
+            *("model", "optimizer", "opt_param_scheduler", "config", "checkpointing_context"),
+            *("train_data_iterator", "valid_data_iterator"),
+        ),
     ),
     Hook(
         "megatron.training.training",
         "checkpoint_and_decide_exit",
         "on_step_end",
         "is the last call of each iteration: the step boundary",
+        ("iteration", "num_floating_point_operations_so_far"),
     ),
     Hook(
         "megatron.training.training",
         "training_log",
         "on_training_log",
         "counts the step after a switch as the first one otherwise, and sees each step's loss",
+        ("total_loss_dict", "loss_dict", "iteration", "grad_norm", "learning_rate"),
     ),
     Hook(
         "megatron.training.training",
         "evaluate_and_print_results",
         "on_evaluate",
         "is given the launch's iterators by pretrain, after train has returned",
+        ("prefix", "data_iterator"),
     ),
     Hook(
         "megatron.training.training",
         "save_checkpoint_and_time",
         "on_save",
         "is given the launch's iterator by pretrain, after train has returned",
+        ("iteration", "train_data_iterator"),
     ),
 )
+
+SWITCHES = Releases(since=(0, 18))
+"""Where layouts can change; on older releases the plugin attaches and records."""
 
 _originals: dict[Hook, Callable[..., Any]] = {}
 
@@ -99,7 +133,13 @@ def attach(config: DynaTrainConfig) -> Session:
     Megatron lacks; nothing is replaced then.
     """
     detach()
-    found = {hook: _find(hook) for hook in HOOKS}
+    release = megatron_release()
+    if config.steps() and release not in SWITCHES:
+        raise HostMismatch(
+            f"layouts change from megatron-core 0.18 on, and this is {megatron_version()}; "
+            "take a newer one, or leave out schedule and target: the run is then only recorded"
+        )
+    found = {hook: _find(hook) for hook in HOOKS if release in hook.releases}
     session = Session(config)
     for hook, original in found.items():
         handler = getattr(session, hook.handler)
@@ -116,13 +156,13 @@ def detach() -> None:
 
 
 def _find(hook: Hook) -> Callable[..., Any]:
-    module = importlib.import_module(hook.module)
-    found = getattr(module, hook.name, None)
-    if not callable(found):
+    problem = problem_of(f"{hook.module}.{hook.name}", hook.parameters)
+    if problem is not None:
         raise HostMismatch(
-            f"{hook.module}.{hook.name} is missing in the installed Megatron; the plugin needs it "
-            f"because it {hook.why}; install a megatron-core version named in the README"
+            f"{problem}; the plugin needs it because it {hook.why}; "
+            "install a megatron-core version named in the README"
         )
+    found: Callable[..., Any] = getattr(importlib.import_module(hook.module), hook.name)
     return found
 
 

@@ -41,8 +41,10 @@ LEFT_ALONE = {
 def tables() -> list[Replacement]:
     platform.install("cpu")
     from dynatrain_megatron.platform import cpu, host
+    from dynatrain_megatron.platform.versions import megatron_release
 
-    return [*cpu.CPU_TABLE, *host.HOST_TABLE]
+    release = megatron_release()
+    return [*cpu.CPU_TABLE, *(row for row in host.HOST_TABLE if release in row.releases)]
 
 
 @pytest.mark.host
@@ -166,7 +168,7 @@ def test_the_users_environment_stays() -> None:
     [
         "import torch; from dynatrain_megatron import platform; platform._set_cpu_environment();",
         # What scripts/pretrain_gpt.py does in each process that torchrun starts.
-        "from dynatrain_megatron.plugin import pretrain_gpt; pretrain_gpt.prepare([]);",
+        "from dynatrain_megatron.plugin import entry; entry.prepare([]);",
     ],
     ids=["torch is imported already", "the training script"],
 )
