@@ -21,10 +21,12 @@ from dynatrain_megatron.errors import DynaTrainError
 
 COMMANDS = {
     "demo": "dynatrain_megatron.cli.demo",
+    "doctor": "dynatrain_megatron.cli.doctor",
     "layouts": "dynatrain_megatron.cli.layouts",
+    "patch": "dynatrain_megatron.cli.patch",
     "plan": "dynatrain_megatron.cli.plan",
-    "simulate": "dynatrain_megatron.cli.simulate",
     "report": "dynatrain_megatron.cli.report",
+    "simulate": "dynatrain_megatron.cli.simulate",
     "status": "dynatrain_megatron.cli.status",
     "store": "dynatrain_megatron.cli.store",
     "switch": "dynatrain_megatron.cli.switch",
