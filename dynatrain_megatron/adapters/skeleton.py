@@ -9,6 +9,7 @@ the run was elsewhere.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -248,10 +249,11 @@ def _container(job: Job) -> Any:
     from megatron.training import argument_utils as host
 
     model = job.container.model
-    if model is not None:  # from 0.19 on; before, a provider function builds the model
+    if model is not None:  # from 0.19 on, Hybrid ones from 0.18; else a provider function builds it
         hybrid = "Hybrid" in type(model).__name__
         make = host.hybrid_config_from_args if hybrid else host.gpt_config_from_args
-        model = make(job.args, model_config_cls=type(model))
+        takes_kind = "model_config_cls" in inspect.signature(make).parameters
+        model = make(job.args, **({"model_config_cls": type(model)} if takes_kind else {}))
     return host.pretrain_cfg_container_from_args(job.args, model)
 
 

@@ -8,6 +8,7 @@ next projection stand by themselves here, under the same names in a checkpoint.
 Imports Megatron, so the platform has to be installed before.
 """
 
+from dataclasses import fields
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -83,18 +84,21 @@ def _stack(*, latent_norms: bool) -> ModuleSpec:
     plain = _local_layer()
     latent = _local_layer(multi_latent_attention=True, qk_layernorm=latent_norms)
     experts = _local_layer(num_experts=1)  # with experts; the config says how many
+    known = {field.name for field in fields(HybridStackSubmodules)}
+    # megatron-core 0.18 has no layers of latent attention alone.
+    latents = {"mla_layer": _attention(latent, {})} if "mla_layer" in known else {}
     return ModuleSpec(
         module=HybridStack,
         submodules=HybridStackSubmodules(
             attention_layer=_attention(
                 plain, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
             ),
-            mla_layer=_attention(latent, {}),
             mlp_layer=_feed_forward(
                 MLPLayer, plain, {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
             ),
             moe_layer=_feed_forward(MoETransformerLayer, experts, {}),
             mtp_block_spec=_prediction(),
+            **latents,
         ),
     )
 

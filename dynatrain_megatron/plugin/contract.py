@@ -204,7 +204,7 @@ CALLED: tuple[HostName, ...] = (
         f"{_CORE}.models.gpt.gpt_layer_specs",
         "get_gpt_layer_local_submodules",
         _LAYERS,
-        _FROM_0_19,
+        _FROM_0_18,
     ),
     *_names(
         Use.hybrid,
