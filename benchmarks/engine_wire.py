@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from machine import keep
 
 from dynatrain_megatron import platform
 from dynatrain_megatron.config import EngineTransport
@@ -264,6 +265,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--staging-mib", type=int, default=256)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="file of results to put these into")
     args = parser.parse_args()
     platform.install("cpu")  # huge pages, one thread: before torch makes its first tensor
     if args.quick:
@@ -281,6 +283,8 @@ def main() -> int:
         for process in ranks:
             process.join()
     table = {t: summary([found[r][t] for r in range(args.ranks)]) for t in args.transport}
+    if args.out is not None:
+        keep(args.out, f"{args.ranks} ranks", table)
     if args.json:
         print(json.dumps(table))
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -38,6 +39,15 @@ def environment(*packages: str) -> dict[str, Any]:
         "commit": commit,
         "command": " ".join(["python", Path(sys.argv[0]).name, *_words(sys.argv[1:])]),
     }
+
+
+def keep(file: Path, name: str, results: object, **more: object) -> None:
+    """Put ``results`` under ``name`` into a file of results, beside those of other names."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    where = environment("torch", "megatron-core", "numpy")
+    content[name] = {"environment": where | more, "results": results}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _words(arguments: list[str]) -> list[str]:

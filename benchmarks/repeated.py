@@ -24,6 +24,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from machine import keep
+
 ENTRY = "dynatrain_megatron.plugin.pretrain_gpt"
 ROOT = Path(__file__).parents[1]
 DATA = ("memory", "pack", "wire", "unpack", "rebuild", "commit")
@@ -100,11 +102,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4, help="to and fro, two at least")
     parser.add_argument("--override", nargs="*", default=[], help="such as elastic.cache_worlds=0")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="file of results to put these into")
     args = parser.parse_args()
     if args.quick:
         args.hidden, args.rounds = 512, 3
     with tempfile.TemporaryDirectory() as folder:
         columns = table(run(args, Path(folder)))
+    if args.out is not None:
+        keep(args.out, f"tp2-pp2 and {args.other}, {args.layers} layers of {args.hidden}", columns)
     if args.json:
         print(json.dumps(columns))
         return 0
