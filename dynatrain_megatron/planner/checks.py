@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.planner.cells import disjoint_cells
+from dynatrain_megatron.planner.cells import Boxes, disjoint_cells
 from dynatrain_megatron.planner.routes import Routes
+from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps.boxes import (
     BoolArray,
     IntArray,
@@ -19,8 +20,10 @@ from dynatrain_megatron.vps.boxes import (
     ranges,
     volumes,
 )
-from dynatrain_megatron.vps.region import Region
+from dynatrain_megatron.vps.region import Region, without
 from dynatrain_megatron.vps.roster import RosterSet
+
+_SHOWN = 8
 
 
 def check_coverage(
@@ -37,7 +40,7 @@ def check_coverage(
     fragments of the target: each of their pieces must lie in what its sender got before. With
     ``rank`` this is proven of the fragments of that rank, and of the relays that it sends. Raises
     :class:`TransitionError` naming the tensor, region and ranks of the first piece that breaks the
-    law.
+    law, and where it is broken: the part that nobody brings or two do.
     """
     _check_inside(routes, routes.src, routes.src_slot, source, target, "source")
     for relay in relays:
@@ -57,12 +60,18 @@ def _check_inside(
     target: RosterSet,
     side: str,
 ) -> None:
-    """Every piece lies in the fragment ``slot`` of ``rank``."""
-    rows, row = rosters.rows, rosters.rows_of_kind[rosters.kind_of_rank[rank]] + slot
-    inside = rows.tensor[row] == routes.tensor
-    for dim in range(routes.start.shape[1]):
-        inside &= rows.start[row, dim] <= routes.start[:, dim]
-        inside &= rows.stop[row, dim] >= routes.stop[:, dim]
+    """Every piece is a box that lies in the fragment ``slot`` of ``rank``."""
+    inside = (rank >= 0) & (rank < rosters.num_ranks)
+    kind = rosters.kind_of_rank[np.where(inside, rank, 0)]
+    first, end = rosters.rows_of_kind[kind], rosters.rows_of_kind[kind + 1]
+    inside &= (slot >= 0) & (first + slot < end)
+    rows, row = rosters.rows, np.where(inside, first + slot, 0)
+    if inside.any():  # otherwise there may be no rows at all
+        inside &= rows.tensor[row] == routes.tensor
+        for dim in range(routes.start.shape[1]):
+            inside &= rows.start[row, dim] <= routes.start[:, dim]
+            inside &= rows.stop[row, dim] >= routes.stop[:, dim]
+            inside &= routes.start[:, dim] <= routes.stop[:, dim]
     if not inside.all():
         worst = int(np.argmin(inside))
         raise TransitionError(f"{_piece(routes, target, worst)} is outside its {side} fragment")
@@ -113,20 +122,52 @@ def _check_written_once(routes: Routes, target: RosterSet, rank: int | None) -> 
         return
     worst = int(wrong[0])
     pieces = into[fragment == worst]
+    pieces = pieces[routes.numel[pieces] > 0]
     low = np.maximum(routes.start[pieces][:, None], routes.start[pieces][None])
     high = np.minimum(routes.stop[pieces][:, None], routes.stop[pieces][None])
     twice = np.argwhere(np.triu((low < high).all(axis=2), k=1))
     if len(twice):
-        a, b = pieces[twice[0]]
+        i, j = twice[0]
+        a, b = int(pieces[i]), int(pieces[j])
         raise TransitionError(
-            f"{_piece(routes, target, int(a))} and {_piece(routes, target, int(b))} overlap"
+            f"{_piece(routes, target, a)} and {_piece(routes, target, b)} overlap in "
+            f"{_box(routes, target, a, low[i, j], high[i, j])}"
         )
     at = int(wanted[worst])
+    tensor = target.tensors[int(target.rows.tensor[at])]
+    ndim = len(tensor.shape)
+    whole = _region(box[0][worst], box[1][worst], ndim)
+    brought = [_region(routes.start[i], routes.stop[i], ndim) for i in pieces.tolist()]
     raise TransitionError(
-        f"{target.tensors[int(target.rows.tensor[at])].name!r}: slot {int(target.rows.slot[at])} "
-        f"of rank {int(ranks[owner[worst]])} gets {int(numel[worst])} of "
-        f"{int(volumes(*box)[worst])} elements"
+        f"{tensor.name!r} {_shown(_missing(whole, brought))} comes from no rank: slot "
+        f"{int(target.rows.slot[at])} of rank {int(ranks[owner[worst]])} gets "
+        f"{int(numel[worst])} of {whole.numel} elements"
     )
+
+
+def check_messages(schedule: Schedule) -> None:
+    """Every moved piece is in exactly one message, which goes from its sender to its receiver.
+
+    Raises :class:`TransitionError` naming the first message that is not so.
+    """
+    first = schedule.first_piece
+    count = np.diff(first)
+    sound = len(first) == len(schedule) + 1 and first[0] == 0 and first[-1] == len(schedule.pieces)
+    if not sound or (count < 0).any():
+        raise TransitionError(
+            f"messages begin with pieces {first.tolist()[:_SHOWN]} and so on of "
+            f"{len(schedule.pieces)}, which is not each of them once"
+        )
+    message = np.repeat(np.arange(len(schedule)), count)
+    pieces = schedule.pieces
+    odd = (schedule.src[message] != pieces.src) | (schedule.dst[message] != pieces.dst)
+    if odd.any():
+        worst = int(np.argmax(odd))
+        m = int(message[worst])
+        raise TransitionError(
+            f"a piece from rank {int(pieces.src[worst])} to rank {int(pieces.dst[worst])} is in "
+            f"message {m} from rank {int(schedule.src[m])} to rank {int(schedule.dst[m])}"
+        )
 
 
 def lower_bound_bytes(source: RosterSet, target: RosterSet, rank: int | None = None) -> int:
@@ -150,16 +191,25 @@ def check_nothing_lost(source: RosterSet, target: RosterSet) -> None:
     A target in which a layer is missing would be covered all the same. Raises
     :class:`TransitionError` naming the tensors and how many elements each side has.
     """
-    held = [_elements(rosters) for rosters in (source, target)]
+    cells = [disjoint_cells(rosters) for rosters in (source, target)]
+    held = [_elements(side, len(source.tensors)) for side in cells]
     odd = np.nonzero(held[0] != held[1])[0]
-    if len(odd):
-        raise TransitionError(
-            "the target layout does not hold the same state: "
-            + "; ".join(
-                f"{source.tensors[i].name!r} has {held[0][i]} elements now and {held[1][i]} there"
-                for i in odd[:5]
-            )
+    if not len(odd):
+        return
+    worst = int(odd[0])
+    more, less = (0, 1) if held[0][worst] > held[1][worst] else (1, 0)
+    part = _first_beyond(cells[more], cells[less], worst, len(source.tensors[worst].shape))
+    ranks = _holders((source, target)[more], worst, part)
+    raise TransitionError(
+        "the target layout does not hold the same state: "
+        + "; ".join(
+            f"{source.tensors[i].name!r} has {held[0][i]} elements now and {held[1][i]} there"
+            for i in odd[:5]
         )
+        + f"; of {source.tensors[worst].name!r} {_shown(part)} is held "
+        + ("now and not there" if more == 0 else "there and not now")
+        + f", by ranks {ranks}"
+    )
 
 
 def held_once(rosters: RosterSet) -> BoolArray:
@@ -168,16 +218,39 @@ def held_once(rosters: RosterSet) -> BoolArray:
     held = np.zeros(len(rosters.tensors), dtype=np.int64)
     ranks = np.bincount(rosters.kind_of_rank, minlength=rosters.num_kinds)
     np.add.at(held, rows.tensor, volumes(rows.start, rows.stop) * ranks[rows.kind])
-    once: BoolArray = held == _elements(rosters)
+    once: BoolArray = held == _elements(disjoint_cells(rosters), len(rosters.tensors))
     return once
 
 
-def _elements(rosters: RosterSet) -> IntArray:
-    """Different elements held of each logical tensor, [len(tensors)]."""
-    cells = disjoint_cells(rosters)
-    counts = np.zeros(len(rosters.tensors), dtype=np.int64)
+def _elements(cells: Boxes, num_tensors: int) -> IntArray:
+    """Different elements held of each logical tensor, [num_tensors]."""
+    counts = np.zeros(num_tensors, dtype=np.int64)
     np.add.at(counts, cells.tensor, volumes(cells.start, cells.stop))
     return counts
+
+
+def _first_beyond(more: Boxes, less: Boxes, tensor: int, ndim: int) -> Region:
+    """A region of a tensor that is in the one and not in the other; there is one."""
+    mine, theirs = np.nonzero(more.tensor == tensor)[0], np.nonzero(less.tensor == tensor)[0]
+    known = [_region(less.start[i], less.stop[i], ndim) for i in theirs.tolist()]
+    for i in mine.tolist():
+        met = (less.start[theirs] < more.stop[i]) & (more.start[i] < less.stop[theirs])
+        near = [known[j] for j in np.nonzero(met.all(axis=1))[0].tolist()]
+        rest = without(_region(more.start[i], more.stop[i], ndim), near)
+        if rest:
+            return rest[0]
+    raise AssertionError("nothing is in the one and not in the other")
+
+
+def _holders(rosters: RosterSet, tensor: int, region: Region) -> list[int]:
+    """The first ranks that hold some of a region."""
+    rows = rosters.rows
+    ndim = region.ndim
+    meets = rows.tensor == tensor
+    meets &= (rows.start[:, :ndim] < np.array(region.stop)).all(axis=1)
+    meets &= (rows.stop[:, :ndim] > np.array(region.start)).all(axis=1)
+    found = np.nonzero(np.isin(rosters.kind_of_rank, rows.kind[meets]))[0]
+    return [int(rank) for rank in found[:_SHOWN]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,10 +309,37 @@ def _held_once(rosters: RosterSet, held: _Fragments) -> _Fragments:
     )
 
 
+def _missing(whole: Region, brought: Iterable[Region]) -> Region:
+    """The first part of ``whole`` that is not brought; pieces that overlap have been named."""
+    rest = without(whole, brought)
+    assert rest, "pieces that do not overlap add up to less than the fragment they fill"
+    return min(rest)
+
+
+def _region(start: IntArray, stop: IntArray, ndim: int) -> Region:
+    return Region(tuple(start[:ndim].tolist()), tuple(stop[:ndim].tolist()))
+
+
+def _shown(region: Region) -> str:
+    return f"[{list(region.start)}, {list(region.stop)})"
+
+
 def _piece(routes: Routes, target: RosterSet, i: int) -> str:
-    tensor = target.tensors[int(routes.tensor[i])]
-    ndim = len(tensor.shape)
     return (
-        f"{tensor.name!r} [{routes.start[i, :ndim].tolist()}, {routes.stop[i, :ndim].tolist()}) "
+        f"{_name(target, int(routes.tensor[i]))} "
+        f"{_box(routes, target, i, routes.start[i], routes.stop[i])} "
         f"from rank {int(routes.src[i])} to rank {int(routes.dst[i])}"
     )
+
+
+def _name(rosters: RosterSet, tensor: int) -> str:
+    known = 0 <= tensor < len(rosters.tensors)
+    return repr(rosters.tensors[tensor].name) if known else f"tensor {tensor} of none"
+
+
+def _box(routes: Routes, target: RosterSet, i: int, start: IntArray, stop: IntArray) -> str:
+    """A part of piece ``i``, in its tensor's dims."""
+    tensor = int(routes.tensor[i])
+    known = 0 <= tensor < len(target.tensors)
+    ndim = len(target.tensors[tensor].shape) if known else len(start)
+    return f"[{start[:ndim].tolist()}, {stop[:ndim].tolist()})"

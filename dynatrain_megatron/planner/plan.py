@@ -10,7 +10,7 @@ import numpy as np
 
 from dynatrain_megatron.config import EngineSchedule
 from dynatrain_megatron.planner.cells import grouped_order
-from dynatrain_megatron.planner.checks import check_coverage, lower_bound_bytes
+from dynatrain_megatron.planner.checks import check_coverage, check_messages, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
 from dynatrain_megatron.planner.relays import choose_relayed_shares
 from dynatrain_megatron.planner.routes import Routes, Side, pieces_of
@@ -196,6 +196,8 @@ def make_plan(
         (brought.numel * flows.element_bytes[brought.flow])[kept],
         target.num_ranks,
     )
+    for each, _ in made:
+        check_messages(each.schedule)
     check_coverage(
         first.schedule.pieces.and_also(first.schedule.retained),
         source,

@@ -15,7 +15,7 @@ coordinates such a range ``[s, e)`` of a row-major box is a staircase, which at 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -99,6 +99,14 @@ class Region:
                 rest.append(Region(tuple(after), tuple(stop)))
             start[dim], stop[dim] = common.start[dim], common.stop[dim]
         return rest
+
+
+def without(whole: Region, parts: Iterable[Region]) -> list[Region]:
+    """Disjoint regions that cover ``whole`` without any of ``parts``; none where they cover it."""
+    rest = [whole]
+    for part in parts:
+        rest = [left for region in rest for left in region.subtract(part)]
+    return rest
 
 
 def flat_range_regions(shape: Sequence[int], start: int, stop: int) -> list[Region]:

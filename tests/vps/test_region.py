@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.vps import Region, flat_range_regions
+from dynatrain_megatron.vps.region import without
 from tests.vps.strategies import elements, mask, regions, shapes
 
 THOROUGH = settings(max_examples=1_000, deadline=None)
@@ -63,6 +64,16 @@ def test_sizes(case: tuple[tuple[int, ...], Region, Region]) -> None:
     ].shape == (a.shape)
     assert Region.whole(shape).contains(a)
     assert Region.whole(shape).shape == shape
+
+
+@given(pairs(), st.data())
+def test_what_is_left_without_several_regions(
+    case: tuple[tuple[int, ...], Region, Region], data: st.DataObject
+) -> None:
+    shape, whole, one = case
+    parts = [one, data.draw(regions(shape))]
+    left = mask(shape, whole) * (mask(shape, *parts) == 0)
+    assert (mask(shape, *without(whole, parts)) == left).all()
 
 
 @given(pairs())
