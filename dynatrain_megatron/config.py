@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from dynatrain_megatron.errors import ConfigError, LayoutError, did_you_mean
+from dynatrain_megatron.faults import Fault, Kind, Phase
 from dynatrain_megatron.layout import read_changes
 from dynatrain_megatron.presets import PACKAGE, Presets
 
@@ -25,6 +26,7 @@ _SHOWN_CHARS = 200
 _EXAMPLE = "{iteration: 50, layout: {tp: 1, pp: 2}}"
 _NAME = r"[A-Za-z_][A-Za-z_0-9]*"
 _FUNCTION = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
+_FAULT_EXAMPLE = "{rank: 1, phase: wire, kind: kill}"
 
 
 class PlatformChoice(StrEnum):
@@ -238,6 +240,8 @@ class DynaTrainConfig:
     """Whether each switch is preceded by a checkpoint in the old layout, with Megatron's --save."""
     save_after_switch: bool = False
     """Whether each switch is followed by a checkpoint in the new layout, with Megatron's --save."""
+    faults: tuple[Any, ...] = ()
+    """What is made to fail on purpose: see :mod:`dynatrain_megatron.faults`."""
     model: Any = None
     """Sizes of a model, to plan without a job; see :func:`compose_ahead`."""
 
@@ -254,6 +258,7 @@ class DynaTrainConfig:
         if isinstance(self.topology, str) and "\0" in self.topology:
             _refuse("topology", self.topology)
         self.steps()
+        self.planned_faults()
 
     def steps(self) -> tuple[ScheduleStep, ...]:
         """The planned switches in order; ``target`` and ``switch_at`` are one of them."""
@@ -273,6 +278,10 @@ class DynaTrainConfig:
         _check_count("switch_at", self.switch_at)
         _check_layout("target", self.target)
         return (ScheduleStep(self.switch_at, self.target),)
+
+    def planned_faults(self) -> tuple[Fault, ...]:
+        """The faults to be made on purpose."""
+        return tuple(_fault(f"faults[{i}]", entry) for i, entry in enumerate(self.faults))
 
 
 def _one_of(choices: type[StrEnum]) -> str:
@@ -314,6 +323,7 @@ _ALLOWED = {
     "record_steps": "true or false",
     "save_before_switch": "true or false",
     "save_after_switch": "true or false",
+    "faults": f"a list such as [{_FAULT_EXAMPLE}]",
     "model": "a preset such as llama2_70b, or a mapping of sizes",
     "experiment": "a preset such as rlhf_phases",
     "cfg": "job, which shows the configuration and ends",
@@ -420,8 +430,8 @@ def _compose(
 def _from_tree(tree: dict[str, Any]) -> DynaTrainConfig:
     engine = EngineConfig(**tree.pop("engine"))
     elastic = ElasticConfig(**tree.pop("elastic"))
-    schedule = tuple(tree.pop("schedule"))
-    return DynaTrainConfig(engine=engine, elastic=elastic, schedule=schedule, **tree)
+    schedule, faults = (tuple(tree.pop(name)) for name in ("schedule", "faults"))
+    return DynaTrainConfig(engine=engine, elastic=elastic, schedule=schedule, faults=faults, **tree)
 
 
 class _Override(NamedTuple):
@@ -628,18 +638,7 @@ def _schedule_steps(schedule: Sequence[Any]) -> Iterator[ScheduleStep]:
     last = 0
     for index, entry in enumerate(schedule):
         key = f"schedule[{index}]"
-        if not isinstance(entry, Mapping):
-            raise ConfigError(f"{key}={_show(entry)} is not allowed; it must be like {_EXAMPLE}")
-        allowed = ("iteration", "layout")
-        for name in entry:
-            if name not in allowed:
-                raise ConfigError(
-                    f"key '{key}.{name}' is unknown{did_you_mean(str(name), allowed)}; got "
-                    f"{_show(entry[name])}; keys: {', '.join(allowed)}"
-                )
-        for name in allowed:
-            if name not in entry:
-                raise ConfigError(f"{key}={_show(entry)} lacks {name}; it must be like {_EXAMPLE}")
+        _check_entry(key, entry, ("iteration", "layout"), (), _EXAMPLE)
         iteration = entry["iteration"]
         _check_count(f"{key}.iteration", iteration)
         if iteration <= last:
@@ -649,6 +648,50 @@ def _schedule_steps(schedule: Sequence[Any]) -> Iterator[ScheduleStep]:
         last = iteration
         _check_layout(f"{key}.layout", entry["layout"])
         yield ScheduleStep(iteration, entry["layout"])
+
+
+def _fault(key: str, entry: Any) -> Fault:
+    """One fault as a user writes it; ``rank`` may be a list."""
+    _check_entry(key, entry, ("rank", "phase", "kind"), ("at", "seconds"), _FAULT_EXAMPLE)
+    given = entry["rank"]
+    ranks = list(given) if isinstance(given, list | tuple) else [given]
+    if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
+        _refuse_as(f"{key}.rank", given, "a rank, or a list of ranks such as [0, 2]")
+    phase, kind = (
+        _choice(f"{key}.{name}", entry[name], choices)
+        for name, choices in (("phase", Phase), ("kind", Kind))
+    )
+    if kind is Kind.bitflip and phase is not Phase.wire:
+        _refuse_as(f"{key}.phase", phase, "wire where kind is bitflip: messages are there")
+    at, seconds = entry.get("at", 1), entry.get("seconds", 1.0)
+    _check_count(f"{key}.at", at)
+    if type(seconds) not in (int, float) or not (math.isfinite(seconds) and seconds >= 0):
+        _refuse_as(f"{key}.seconds", seconds, "a number of at least 0")
+    return Fault(tuple(ranks), Phase(phase), Kind(kind), at, float(seconds))
+
+
+def _choice(key: str, value: object, choices: type[StrEnum]) -> StrEnum:
+    if not isinstance(value, str) or value not in list(choices):
+        _refuse_as(key, value, _one_of(choices))
+    return choices(value)
+
+
+def _check_entry(
+    key: str, entry: object, needed: tuple[str, ...], other: tuple[str, ...], example: str
+) -> None:
+    """An entry of a list is a mapping with all ``needed`` keys and none but those and ``other``."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{key}={_show(entry)} is not allowed; it must be like {example}")
+    allowed = (*needed, *other)
+    for name in entry:
+        if name not in allowed:
+            raise ConfigError(
+                f"key '{key}.{name}' is unknown{did_you_mean(str(name), allowed)}; got "
+                f"{_show(entry[name])}; keys: {', '.join(allowed)}"
+            )
+    for name in needed:
+        if name not in entry:
+            raise ConfigError(f"{key}={_show(entry)} lacks {name}; it must be like {example}")
 
 
 def _check_layout(key: str, value: object) -> None:
@@ -664,9 +707,13 @@ def _check_count(key: str, value: object) -> None:
 
 
 def _refuse(key: str, value: object, cause: BaseException | None = None) -> NoReturn:
-    raise ConfigError(
-        f"{key}={_show(value)} is not allowed; {key} must be {_allowed(key)}"
-    ) from cause
+    _refuse_as(key, value, _allowed(key), cause)
+
+
+def _refuse_as(
+    key: str, value: object, allowed: str, cause: BaseException | None = None
+) -> NoReturn:
+    raise ConfigError(f"{key}={_show(value)} is not allowed; {key} must be {allowed}") from cause
 
 
 def _allowed(key: str) -> str:

@@ -15,6 +15,7 @@ State that lies so that the transport can carry it is neither packed nor unpacke
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dynatrain_megatron import faults
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
 from dynatrain_megatron.engine.streams import Copies, Streams, streams_for
-from dynatrain_megatron.engine.transport import Message, Transfer, Transport
+from dynatrain_megatron.engine.transport import Message, Transfer, Transport, as_bytes
+from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes, Side
 
@@ -140,9 +143,11 @@ class _Run:
         self._staging.clear()
         windows = by_window(parcels)
         for number, together in enumerate(windows):
+            faults.inject(Phase.pack, transport.rank)
             window = _prepare(together, self._staging, transport)
             self._streams.pack(window.pack, is_staged=window.is_staged)
             clock.lap("pack")
+            faults.inject(Phase.wire, transport.rank)
             self._under_way.append((window, transport.start(window.sends, window.receives)))
             clock.lap("wire")
             if number:
@@ -152,6 +157,8 @@ class _Run:
         if windows:
             self._finish_first()
         else:
+            for phase in (Phase.pack, Phase.wire, Phase.unpack):
+                faults.inject(phase, transport.rank)
             self._keep(kept)
         clock.add(self._streams.finish())
         self._sent += sum(parcel.nbytes for parcel in parcels if parcel.sending)
@@ -176,7 +183,10 @@ class _Run:
     def _finish_first(self) -> None:
         window, transfer = self._under_way.popleft()
         transfer.wait(timeout_s=self._timeout_s)
+        if window.receives and faults.takes_flip(self._transport.rank):
+            _flip_a_bit(window.receives)
         self._clock.lap("wire")
+        faults.inject(Phase.unpack, self._transport.rank)
         self._streams.unpack(window.unpack)
         self._clock.lap("unpack")
 
@@ -322,3 +332,11 @@ def _retained(
             near = all(transport.reaches(view) for view in pair)
             (copies.near if near else copies.host).append(*pair)
     return copies
+
+
+def _flip_a_bit(messages: Sequence[Message]) -> None:
+    """Any bit of any of them, in place."""
+    _, message = random.choice(messages)
+    place = tuple(random.randrange(n) for n in message.shape)
+    element = as_bytes(message[place].reshape(1))
+    element[random.randrange(len(element))] ^= 1 << random.randrange(8)

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dynatrain_megatron import faults
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.transport import Message, Transport
 from dynatrain_megatron.errors import TransitionError
+from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes, Side, unique_cover
 from dynatrain_megatron.planner.schedule import Schedule
@@ -108,6 +110,7 @@ def check_received(
     Raises :class:`TransitionError` on all ranks, naming the receiving ranks and tensors that
     differ.
     """
+    faults.inject(Phase.verify, transport.rank)
     index = {t.name: i for i, t in enumerate(plan.tensors)}
     roster = target.roster
     got = hash_pieces(

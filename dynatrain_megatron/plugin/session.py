@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dynatrain_megatron import faults
 from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.arguments import LaunchArguments, layout_of
 from dynatrain_megatron.adapters.batches import consumed_after
@@ -98,6 +99,7 @@ class Session:
             self._joining.enter_fake_world()
             config = self._joining.config
         self.config = config
+        faults.arm(config.planned_faults())
         self._topology = None if config.topology == "auto" else read_topology_file(config.topology)
         self._policy = None if config.policy is None else load_policy(config.policy)
         self._metrics: dict[str, float] = {}

@@ -35,7 +35,7 @@ KEYS = (
     "engine.check_replicas", "engine.timeout_s", "elastic.overlap", "elastic.store",
     "elastic.join", "elastic.on_leave", "elastic.leave_signal", "elastic.connect_timeout_s",
     "elastic.timeout_s", "elastic.cache_worlds", "record_steps", "save_before_switch",
-    "save_after_switch",
+    "save_after_switch", "faults",
     "model", "experiment", "cfg",
 )  # fmt: skip
 GROUP = (
@@ -109,6 +109,7 @@ def test_all_keys_at_once() -> None:
             "engine.promote=off",
             "engine.timeout_s=1.5", "engine.check_replicas=true", "elastic.cache_worlds=0",
             "record_steps=false", "save_after_switch=true",
+            "faults=[{rank: 1, phase: wire, kind: kill}]",
         ]
     )  # fmt: skip
     assert config == DynaTrainConfig(
@@ -134,6 +135,7 @@ def test_all_keys_at_once() -> None:
         elastic=ElasticConfig(cache_worlds=0),
         record_steps=False,
         save_after_switch=True,
+        faults=({"rank": 1, "phase": "wire", "kind": "kill"},),
     )
 
 
