@@ -41,7 +41,7 @@ from peers import Uncoalesced
 from switch_report import PHASES as ALL_PHASES
 
 from dynatrain_megatron.adapters.job import Job
-from dynatrain_megatron.config import EngineSchedule, EngineTransport, KeepSource
+from dynatrain_megatron.config import EngineSchedule, EngineTransport, KeepSource, Verify
 from dynatrain_megatron.engine import TorchTransport, Transport
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Sources
@@ -87,9 +87,12 @@ class Row:
 
 
 ALL_ON, GLOO = "all on, memory read", "all on, gloo"
+UNVERIFIED, GLOO_UNVERIFIED = "no verification", "gloo, no verification"
+OFF, MESSAGES = (replace(BASE, verify=verify) for verify in (Verify.off, Verify.messages))
 ROWS = [
     Row(ALL_ON, None),
-    Row("no verification", ALL_ON, replace(BASE, verify=False)),
+    Row(UNVERIFIED, ALL_ON, OFF),
+    Row("checksums of messages only", UNVERIFIED, MESSAGES),
     Row("replicas compared first", ALL_ON, replace(BASE, check_replicas=True)),
     Row("no layouts kept", ALL_ON, kept=0),
     Row("not promoted", ALL_ON, planned(relay=False)),
@@ -98,6 +101,8 @@ ROWS = [
     Row("staging 16 MiB", ALL_ON, planned(staging_bytes=16 * _MIB)),
     Row("rings of shared memory", ALL_ON, transport="rings"),
     Row(GLOO, ALL_ON, transport="gloo"),
+    Row(GLOO_UNVERIFIED, GLOO, OFF, "gloo"),
+    Row("gloo, checksums of messages only", GLOO_UNVERIFIED, MESSAGES, "gloo"),
     Row("gloo, not coalesced", GLOO, transport="gloo, piece by piece"),
     Row("gloo, first holder sends all", GLOO, planned(sources=Sources.first), "gloo"),
     Row("gloo, staging 16 MiB", GLOO, planned(staging_bytes=16 * _MIB), "gloo"),

@@ -112,10 +112,24 @@ class OnLeave(StrEnum):
 
 
 class Verify(StrEnum):
-    """How moved state is verified before it is used."""
+    """How moved state is verified before it is used.
 
+    ``messages``: the receiver of each message compares its checksum with the sender's.
+    ``fingerprint``: the bits of all that a rank holds afterwards are compared with their sources',
+    what it kept too, and the whole state with the whole. ``auto``: ``fingerprint`` on CUDA, where
+    memory is fast, and ``messages`` elsewhere.
+    """
+
+    auto = "auto"
     off = "off"
+    messages = "messages"
     fingerprint = "fingerprint"
+
+    def on(self, device_type: str) -> "Verify":
+        """What ``auto`` means for state on a device of this type; all else means itself."""
+        if self is not Verify.auto:
+            return self
+        return Verify.fingerprint if device_type == "cuda" else Verify.messages
 
 
 class KeepSource(StrEnum):
@@ -143,7 +157,7 @@ class EngineConfig:
     window_ops: int = 256
     """Most sends and receives of a rank in one window; two windows are under way at a time."""
     promote: EnginePromote = EnginePromote.auto
-    verify: Verify = Verify.fingerprint
+    verify: Verify = Verify.auto
     keep_source: KeepSource = KeepSource.auto
     check_replicas: bool = False
     """Whether what several ranks hold is compared first; a switch is refused where it differs."""

@@ -131,7 +131,8 @@ def run_megatron(
     """
     argv = list(flags)
     if overrides is not None:
-        argv += ["--dynatrain", f"run_dir={run_dir}", *overrides]
+        # Of all checks the one that sees most; what is given later counts.
+        argv += ["--dynatrain", f"run_dir={run_dir}", "engine.verify=fingerprint", *overrides]
 
     def train(rank: int) -> None:
         from dynatrain_megatron.plugin import pretrain_gpt

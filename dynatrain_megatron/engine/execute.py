@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from dynatrain_megatron import faults
+from dynatrain_megatron.engine.checksums import MessageChecks
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
 from dynatrain_megatron.engine.streams import Copies, Streams, streams_for
@@ -32,6 +33,7 @@ from dynatrain_megatron.engine.transport import Message, Transfer, Transport, as
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.routes import Routes, Side
+from dynatrain_megatron.planner.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class ExecutionReport:
     """What one rank did; bytes are those really handed to or taken from the transport.
 
     ``wire_s`` is the time this rank spent in the transport, ``retain_s`` that for copying what it
-    keeps. On a GPU the time that copies take there is counted beside the host's, so that all of
-    them together may be longer than the execution. ``num_operations`` counts sends and receives.
+    keeps, ``verify_s`` that for checksums of messages. On a GPU the time that copies take there is
+    counted beside the host's, so that all of them together may be longer than the execution.
+    ``num_operations`` counts sends and receives of state.
     ``peak_staging_bytes`` has what the transport holds in it; ``pinned_bytes`` is host memory
     beside it, for state that the transport does not reach, and not more than is planned either.
     """
@@ -49,6 +52,7 @@ class ExecutionReport:
     wire_s: float
     unpack_s: float
     retain_s: float
+    verify_s: float
     sent_bytes: int
     received_bytes: int
     num_operations: int
@@ -60,7 +64,7 @@ class _Clock:
     """Adds up seconds by name."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("pack", "wire", "unpack", "retain"), 0.0)
+        self.seconds = dict.fromkeys(("pack", "wire", "unpack", "retain", "verify"), 0.0)
         self._since = time.perf_counter()
 
     def lap(self, name: str) -> None:
@@ -107,19 +111,25 @@ def execute(
     *,
     timeout_s: float,
     bound: BoundPlan | None = None,
+    check_messages: bool = False,
 ) -> ExecutionReport:
     """Fill this rank's ``target`` fragments; runs on every rank of the plan.
 
     ``source`` is only read. ``bound`` is what :func:`bind_plan` gave for the same arguments, on
-    every rank or on none. Raises :class:`TransitionError` where a transfer fails; the target is
+    every rank or on none. With ``check_messages``, the same on all ranks, checksums of all messages
+    of a pass are compared before anything of it is used; this is collective, and a difference
+    raises on all ranks alike. Raises :class:`TransitionError` where a transfer fails; the target is
     then undefined and the source intact.
     """
     with streams_for(transport.device, timeout_s) as streams:
         run = _Run(transport, streams, _Staging(plan, transport), timeout_s)
         if bound is None:
             bound = bind_plan(plan, source, target, transport, timeout_s=timeout_s)
-        for parcels, kept in zip(bound.parcels, bound.kept, strict=True):
-            run.carry_out(parcels, kept)
+        for each, parcels, kept in zip(plan.passes, bound.parcels, bound.kept, strict=True):
+            checks = MessageChecks(plan.tensors, transport) if check_messages else None
+            run.carry_out(parcels, kept, checks)
+            if checks is not None:
+                run.compare(checks, each.schedule)
     return run.report()
 
 
@@ -137,7 +147,9 @@ class _Run:
         self._sent = self._received = self._num_operations = 0
         self._under_way: deque[tuple[_Window, Transfer]] = deque()
 
-    def carry_out(self, parcels: Sequence[Parcel], kept: Copies) -> None:
+    def carry_out(
+        self, parcels: Sequence[Parcel], kept: Copies, checks: MessageChecks | None
+    ) -> None:
         """All windows of a pass; when this returns, all is in its place and no source in use."""
         transport, clock = self._transport, self._clock
         self._staging.clear()
@@ -148,14 +160,18 @@ class _Run:
             self._streams.pack(window.pack, is_staged=window.is_staged)
             clock.lap("pack")
             faults.inject(Phase.wire, transport.rank)
-            self._under_way.append((window, transport.start(window.sends, window.receives)))
+            sends, receives = (window.messages(sending=each) for each in (True, False))
+            self._under_way.append((window, transport.start(sends, receives)))
             clock.lap("wire")
+            if checks is not None:
+                checks.sent(window.carried)
+                clock.lap("verify")
             if number:
-                self._finish_first()
+                self._finish_first(checks)
             else:  # the first one is on its way; meanwhile, what this rank keeps
                 self._keep(kept)
         if windows:
-            self._finish_first()
+            self._finish_first(checks)
         else:
             for phase in (Phase.pack, Phase.wire, Phase.unpack):
                 faults.inject(phase, transport.rank)
@@ -165,6 +181,12 @@ class _Run:
         self._received += sum(parcel.nbytes for parcel in parcels if not parcel.sending)
         self._num_operations += len(parcels)
 
+    def compare(self, checks: MessageChecks, schedule: Schedule) -> None:
+        """Both ends of every message of the pass agree; collective."""
+        faults.inject(Phase.verify, self._transport.rank)
+        checks.compare(schedule, timeout_s=self._timeout_s)
+        self._clock.lap("verify")
+
     def report(self) -> ExecutionReport:
         """What was done so far."""
         seconds = self._clock.seconds
@@ -173,6 +195,7 @@ class _Run:
             seconds["wire"],
             seconds["unpack"],
             seconds["retain"],
+            seconds["verify"],
             self._sent,
             self._received,
             self._num_operations,
@@ -180,12 +203,16 @@ class _Run:
             self._staging.pinned_bytes,
         )
 
-    def _finish_first(self) -> None:
+    def _finish_first(self, checks: MessageChecks | None) -> None:
         window, transfer = self._under_way.popleft()
         transfer.wait(timeout_s=self._timeout_s)
-        if window.receives and faults.takes_flip(self._transport.rank):
-            _flip_a_bit(window.receives)
+        received = window.messages(sending=False)
+        if received and faults.takes_flip(self._transport.rank):
+            _flip_a_bit(received)
         self._clock.lap("wire")
+        if checks is not None:
+            checks.arrived(window.carried)
+            self._clock.lap("verify")
         faults.inject(Phase.unpack, self._transport.rank)
         self._streams.unpack(window.unpack)
         self._clock.lap("unpack")
@@ -271,25 +298,28 @@ class _Staging:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """What one rank does in one window, every view of it made."""
+    """What one rank does in one window, every view of it made; ``carried`` are its messages."""
 
-    sends: list[Message]
-    receives: list[Message]
+    carried: list[tuple[Parcel, torch.Tensor]]
     pack: Copies
     unpack: Copies
     is_staged: bool
+
+    def messages(self, *, sending: bool) -> list[Message]:
+        """Those it sends, or receives."""
+        return [(parcel.peer, m) for parcel, m in self.carried if parcel.sending == sending]
 
 
 def _prepare(parcels: Sequence[Parcel], staging: _Staging, transport: Transport) -> _Window:
     is_staged = any(parcel.is_staged for parcel in parcels)
     buffer = staging.borrow() if is_staged else None
-    window = _Window([], [], Copies(), Copies(), is_staged)
+    window = _Window([], Copies(), Copies(), is_staged)
     for parcel in parcels:
         carried = parcel.views[0]
         if parcel.is_staged:
             assert buffer is not None
             carried = _stage(parcel, buffer, window, transport)
-        (window.sends if parcel.sending else window.receives).append((parcel.peer, carried))
+        window.carried.append((parcel, carried))
     return window
 
 

@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,12 +32,14 @@ from dynatrain_megatron.planner.schedule import Schedule, staged
 class Parcel:
     """Views of the state that travel as one message; through staging memory if ``is_staged``.
 
+    ``states`` are the logical tensor and the state of each, by their numbers in the plan.
     ``is_near``: all of them lie in memory that the transport reaches.
     """
 
     peer: int
     sending: bool
     views: list[torch.Tensor]
+    states: list[tuple[int, int]]
     is_near: bool
     is_staged: bool
     is_read: bool
@@ -45,6 +48,14 @@ class Parcel:
     @property
     def nbytes(self) -> int:
         return sum(view.nbytes for view in self.views)
+
+
+class _Part(NamedTuple):
+    """One state of one piece."""
+
+    view: torch.Tensor
+    tensor: int
+    state: int
 
 
 def make_parcels(
@@ -67,15 +78,17 @@ def make_parcels(
             sending = int(schedule.src[m]) == rank
             peer = int((schedule.dst if sending else schedule.src)[m])
             terms = transport.terms(peer, sending=sending)
-            views = _views(schedule, m, source if sending else target, sending=sending)
-            for together in _cut(views, terms, int(schedule.max_parcels[m])):
-                is_near = all(transport.reaches(view) for view in together)
-                in_place = is_near and len(together) == 1 and terms.fit(together[0])
+            parts = _parts(schedule, m, source if sending else target, sending=sending)
+            for together in _cut(parts, terms, int(schedule.max_parcels[m])):
+                views = [part.view for part in together]
+                is_near = all(transport.reaches(view) for view in views)
+                in_place = is_near and len(views) == 1 and terms.fit(views[0])
                 parcels.append(
                     Parcel(
                         peer,
                         sending,
-                        together,
+                        views,
+                        [(part.tensor, part.state) for part in together],
                         is_near,
                         is_staged=not in_place,
                         is_read=terms.is_read,
@@ -88,41 +101,41 @@ def make_parcels(
     return parcels
 
 
-def _views(
-    schedule: Schedule, message: int, fragments: Fragments, *, sending: bool
-) -> list[torch.Tensor]:
-    """Views of the state that one message carries, wider dtypes first, else in the plan's order."""
+def _parts(schedule: Schedule, message: int, fragments: Fragments, *, sending: bool) -> list[_Part]:
+    """The state that one message carries, wider dtypes first, else in the plan's order."""
     pieces = schedule.pieces
     slots = pieces.src_slot if sending else pieces.dst_slot
-    views = [
-        view
+    parts = [
+        _Part(view, int(pieces.tensor[i]), state)
         for i in schedule.pieces_of(message)
-        for view in fragments.piece(int(slots[i]), pieces.start[i], pieces.stop[i])
+        for state, view in enumerate(
+            fragments.piece(int(slots[i]), pieces.start[i], pieces.stop[i])
+        )
     ]
-    return sorted(views, key=lambda view: -view.element_size())  # stable: equal at both ends
+    return sorted(parts, key=lambda part: -part.view.element_size())  # stable: equal at both ends
 
 
-def _cut(views: Sequence[torch.Tensor], terms: Terms, max_parcels: int) -> list[list[torch.Tensor]]:
-    """What travels together; where views are sent, not read, in at most ``max_parcels`` parcels."""
+def _cut(parts: Sequence[_Part], terms: Terms, max_parcels: int) -> list[list[_Part]]:
+    """What travels together; where parts are sent, not read, in at most ``max_parcels`` parcels."""
     part_bytes = terms.part_bytes
-    parcels = list(_apart(views, part_bytes))
+    parcels = list(_apart(parts, part_bytes))
     while len(parcels) > max_parcels and not terms.is_read:
         part_bytes *= 2
-        parcels = list(_apart(views, part_bytes))
+        parcels = list(_apart(parts, part_bytes))
     return parcels
 
 
-def _apart(views: Iterable[torch.Tensor], part_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Each large view by itself, and together the small ones between two of them."""
-    small: list[torch.Tensor] = []
-    for view in views:
-        if view.nbytes < part_bytes:
-            small.append(view)
+def _apart(parts: Iterable[_Part], part_bytes: int) -> Iterator[list[_Part]]:
+    """Each large part by itself, and together the small ones between two of them."""
+    small: list[_Part] = []
+    for part in parts:
+        if part.view.nbytes < part_bytes:
+            small.append(part)
             continue
         if small:
             yield small
             small = []
-        yield [view]
+        yield [part]
     if small:
         yield small
 

@@ -37,7 +37,6 @@ from dynatrain_megatron.config import (
     OnRefusal,
     Overlap,
     ScheduleStep,
-    Verify,
 )
 from dynatrain_megatron.elastic import live
 from dynatrain_megatron.elastic.control import JobFile
@@ -648,7 +647,7 @@ class Session:
                 relay=engine.promote is not EnginePromote.off,
             ),
             transport=engine.transport,
-            verify=engine.verify is not Verify.off,
+            verify=engine.verify.on(current_platform().device.type),
             keep_source=engine.keep_source,
             check_replicas=engine.check_replicas,
             topology=self._topology,

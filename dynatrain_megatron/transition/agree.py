@@ -15,7 +15,7 @@ import numpy as np
 from dynatrain_megatron.adapters.built import Built
 from dynatrain_megatron.adapters.job import Bridge, Job, RostersKey
 from dynatrain_megatron.adapters.state import Steps, merge_steps
-from dynatrain_megatron.config import EngineTransport, KeepSource
+from dynatrain_megatron.config import EngineTransport, KeepSource, Verify
 from dynatrain_megatron.engine import BoundPlan, Fragments, FragmentsBuilder, Transport
 from dynatrain_megatron.engine.fingerprint import Sums
 from dynatrain_megatron.engine.holdings import Holdings
@@ -35,7 +35,7 @@ _MESSAGE_CHARS = 500  # of a host's message; some print whole dictionaries
 
 @dataclass(frozen=True, slots=True)
 class SwitchOptions:
-    """``verify`` False skips the fingerprints; ``timeout_s`` bounds each wait of the transfer.
+    """``verify`` is never ``auto``; ``timeout_s`` bounds each wait of the transfer.
 
     ``check_replicas`` compares what several ranks hold before anything is built. ``topology`` is
     what the user says of nodes and links. ``placement`` True works out what another placement of
@@ -44,7 +44,7 @@ class SwitchOptions:
 
     plan: PlanOptions
     transport: EngineTransport = EngineTransport.auto
-    verify: bool = True
+    verify: Verify = Verify.fingerprint
     keep_source: KeepSource = KeepSource.auto
     check_replicas: bool = False
     topology: TopologyFile | None = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dynatrain_megatron.config import Verify
 from dynatrain_megatron.engine import (
     BoundPlan,
     ExecutionReport,
@@ -77,7 +78,7 @@ class Move:
         rosters: tuple[RosterSet, RosterSet],
         transport: Transport,
         *,
-        verify: bool,
+        verify: Verify,
         timeout_s: float,
     ) -> None:
         """All stages; collective. Raises :class:`TransitionError` where one fails."""
@@ -120,7 +121,7 @@ class Move:
         got: Fragments,
         transport: Transport,
         *,
-        verify: bool,
+        verify: Verify,
         timeout_s: float,
     ) -> None:
         bound = self.bound
@@ -129,14 +130,24 @@ class Move:
                 bound = bind_plan(plan, given, got, transport, timeout_s=timeout_s)
             if len(self.plan.plans) == 1:
                 self.bound = bound
-        report = execute(plan, given, got, transport, timeout_s=timeout_s, bound=bound)
+        report = execute(
+            plan,
+            given,
+            got,
+            transport,
+            timeout_s=timeout_s,
+            bound=bound,
+            check_messages=verify is Verify.messages,
+        )
         self.reports.append(report)
+        self.seconds["verify"] += report.verify_s
         self.ledger.mark(report.peak_staging_bytes)
         with self._timed("verify"):
-            if verify:  # which ends with all ranks knowing that all are content
+            # Either check ends with all ranks knowing that all are content.
+            if verify is Verify.fingerprint:
                 found = check_received(plan, given, got, transport, timeout_s=timeout_s)
                 self.checked.append((plan, found))
-            elif self.frees.wanted:
+            elif verify is Verify.off and self.frees.wanted:
                 transport.all_gather(b"", timeout_s=timeout_s)
 
     @contextlib.contextmanager

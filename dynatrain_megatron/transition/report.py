@@ -38,6 +38,7 @@ class SwitchReport:
     predicted_s: float = 0.0
     stages: int = 1
     keep_source: str = ""
+    verify: str = ""
     peak_extra_bytes: int = 0
     planned_peak_extra_bytes: int = 0
     bound_peak_extra_bytes: int = 0

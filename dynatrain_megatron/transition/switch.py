@@ -47,7 +47,7 @@ from dynatrain_megatron.adapters.job import BoundPlans, Bridge, Iterators, Job
 from dynatrain_megatron.adapters.position import position_of, take_over
 from dynatrain_megatron.adapters.skeleton import become
 from dynatrain_megatron.adapters.state import HostState
-from dynatrain_megatron.config import KeepSource
+from dynatrain_megatron.config import KeepSource, Verify
 from dynatrain_megatron.elastic import records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.world import process_uid
@@ -369,7 +369,7 @@ class _Switch:
             planned.bound,
         )
         peak = move.planned(rosters, transport.rank, transport.held_bytes)
-        if options.verify:
+        if options.verify is Verify.fingerprint:
             with phase("verify", "old state hashed where ranks hold the same"):
                 shared = ~(held_once(rosters[0]) & held_once(rosters[1]))
                 before = own_sums(rosters[0], old.holdings.fragments, transport.rank, chosen=shared)
@@ -385,7 +385,7 @@ class _Switch:
             if new.built is not None:
                 new.built.state.restore_steps(steps)
                 rebuilt = new.built.state.rebuild_params()
-        if options.verify:
+        if options.verify is Verify.fingerprint:
             with phase("verify", "fingerprints compared"):
                 after = own_sums(rosters[1], new.holdings.fragments, transport.rank, chosen=shared)
                 # The rest moved once from the only holder to the only holder: known by now.
@@ -429,6 +429,7 @@ class _Switch:
             report.world = len(change.target)
             report.joined, report.left = len(change.joiners), len(change.leavers)
             report.keep_source, report.stages = str(planned.kept), planned.plan.stages.count
+            report.verify = str(self.options.verify)
             report.peak_extra_bytes = self.ledger.peak_extra_bytes
             transport, timeout_s = self.bridge.transport, self.options.timeout_s
             fill_in(report, planned.plan, move, peak, rebuilt, transport, timeout_s)

@@ -66,7 +66,7 @@ def test_the_defaults() -> None:
     assert config.engine.schedule is EngineSchedule.direct
     assert config.engine.transport is EngineTransport.auto
     assert config.engine.placement is EnginePlacement.identity
-    assert config.engine.verify is Verify.fingerprint
+    assert config.engine.verify is Verify.auto
     assert config.engine.check_replicas is False
     assert config.elastic == ElasticConfig(cache_worlds=1)
     assert (config.source, config.run_dir, config.record_steps) == ("auto", "dynatrain-run", True)
@@ -252,8 +252,8 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("topology={}", TOPOLOGY),
         ("engine.placement=worst", "best or identity"),
         ("engine.transport=gloo", "auto, vm, memfd or torch"),
-        ("engine.verify=wire", "off or fingerprint"),
-        ("engine.verify=true", "off or fingerprint"),
+        ("engine.verify=wire", "auto, off, messages or fingerprint"),
+        ("engine.verify=true", "auto, off, messages or fingerprint"),
         ("engine.staging_mib=0", "a whole number of at least 1 (MiB)"),
         ("engine.staging_mib=0.5", "a whole number of at least 1 (MiB)"),
         ("engine.window_ops=-1", "a whole number of at least 1"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from dynatrain_megatron.config import KeepSource
+from dynatrain_megatron.config import KeepSource, Verify
 from dynatrain_megatron.engine import Fragments, FragmentsBuilder, Transport
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped, Ledger, free, storage_sizes
@@ -102,12 +102,13 @@ def jobs(case: Case, found: Stages, staging: int, *, frees: bool, shared: bool) 
 @settings(max_examples=40, deadline=None)
 @given(
     mixed_cases(TENSORS),
-    *[st.booleans()] * 3,
+    *[st.booleans()] * 2,
+    st.sampled_from([Verify.off, Verify.messages, Verify.fingerprint]),
     st.sampled_from([16, 100, 1 << 20]),
     st.lists(st.integers(0, 2), min_size=5, max_size=5),
 )
 def test_all_arrives_and_the_ledger_is_the_plan(
-    case: Case, frees: bool, shared: bool, verify: bool, staging: int, hosts: list[int]
+    case: Case, frees: bool, shared: bool, verify: Verify, staging: int, hosts: list[int]
 ) -> None:
     rosters, size = (case.source, case.target), case.source.num_ranks
     found = choose_stages(*rosters, Room.none(size)) if frees else one_stage(*rosters)
@@ -168,7 +169,7 @@ def test_nothing_is_freed_where_a_check_fails(monkeypatch: pytest.MonkeyPatch) -
     def body(transport: Transport) -> str:
         try:
             made[transport.rank].move.run(
-                (case.source, case.target), transport, verify=True, timeout_s=5
+                (case.source, case.target), transport, verify=Verify.fingerprint, timeout_s=5
             )
         except TransitionError as error:
             return str(error)

@@ -221,7 +221,8 @@ def _switch_section(switches: Sequence[Switch]) -> str:
     caption = (
         "A switch of iteration N is made between steps N and N + 1; the stall is the time for "
         "which no training step ran. Retained bytes stay on their rank, rebuilt ones are gathered "
-        "from main parameters. The fingerprint is of the whole state, before and after."
+        "from main parameters. The fingerprint is of the whole state, before and after, where "
+        "engine.verify=fingerprint."
     )
     return f"<section><h2>Switches</h2><p>{caption}</p>{table}</section>"
 
