@@ -11,6 +11,7 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
     ├── TransitionError  something failed while a switch was under way
     │   ├── SwitchAborted    ... and was called off: the job is as it was
     │   └── SplitStateError  ... after parts of the old state were gone: the job must end
+    ├── CheckpointError  a checkpoint on disk cannot be read
     ├── WorldError       a world of processes could not be built, or the store is out of reach
     └── PlatformError    the device platform cannot be set up
 """
@@ -76,6 +77,10 @@ class SplitStateError(TransitionError):
 
     Nothing may be trained on or saved after it; the job has to end.
     """
+
+
+class CheckpointError(DynaTrainError):
+    """A checkpoint on disk is none, is of another format, or is damaged."""
 
 
 class WorldError(DynaTrainError):

@@ -22,6 +22,7 @@ from dynatrain_megatron.errors import DynaTrainError
 COMMANDS = {
     "demo": "dynatrain_megatron.cli.demo",
     "doctor": "dynatrain_megatron.cli.doctor",
+    "fingerprint": "dynatrain_megatron.cli.fingerprint",
     "layouts": "dynatrain_megatron.cli.layouts",
     "patch": "dynatrain_megatron.cli.patch",
     "plan": "dynatrain_megatron.cli.plan",

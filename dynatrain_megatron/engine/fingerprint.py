@@ -6,7 +6,8 @@ For one state of one logical tensor x, with odd pseudo-random 64-bit weights a_d
 
 The sum is additive over any cut into regions, so each rank hashes what it holds where it lies, and
 the sums agree across layouts exactly when the bits do. A single flipped bit always changes it,
-since a product of odd weights is odd. Seeds come from the tensor's name and state kind.
+since a product of odd weights is odd. Seeds come from the state's :func:`label`, so what a
+checkpoint on disk holds has the same sums.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +31,7 @@ from dynatrain_megatron.planner.routes import Routes, Side, unique_cover
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps.boxes import BoolArray, IntArray
 from dynatrain_megatron.vps.roster import RosterSet
-from dynatrain_megatron.vps.tensors import LogicalTensor
+from dynatrain_megatron.vps.tensors import LogicalTensor, StateKind
 
 Sums = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
@@ -75,13 +76,41 @@ def own_sums(
     return hash_pieces(rosters.tensors, _pieces(cover, fragments))
 
 
-def fingerprint_of(own: Sums, transport: Transport, *, timeout_s: float) -> tuple[str, Sums]:
+def label(tensor: LogicalTensor, state: int) -> str:
+    """The name of one state of a logical tensor: the same in every layout and in a checkpoint.
+
+    What no optimizer changes is ``plain``: a checkpoint does not tell parameters from buffers.
+    """
+    kind = tensor.states[state].kind
+    if kind in (StateKind.PARAM, StateKind.BUFFER):
+        return f"{tensor.name.removesuffix(f' {kind}')} plain"
+    return f"{tensor.name} {kind}"
+
+
+def by_label(tensors: Sequence[LogicalTensor], sums: Sums) -> dict[str, str]:
+    """The fingerprint of each state, 16 hex digits, by its :func:`label`."""
+    return {
+        label(tensor, state): f"{int(sums[i, state]):016x}"
+        for i, tensor in enumerate(tensors)
+        for state in range(len(tensor.states))
+    }
+
+
+def whole(labelled: Mapping[str, str]) -> str:
+    """The fingerprint of all states together, 16 hex digits."""
+    text = "".join(f"{name} {digits}\n" for name, digits in sorted(labelled.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprint_of(
+    tensors: Sequence[LogicalTensor], own: Sums, transport: Transport, *, timeout_s: float
+) -> tuple[str, Sums]:
     """The fingerprint of the whole state of which every rank has its ``own`` sums; collective.
 
     Returns 16 hex digits over everything, and the sums by logical tensor and state.
     """
     total = _sum_over_ranks(own, transport, timeout_s)
-    return hashlib.sha256(total.astype("<u8").tobytes()).hexdigest()[:16], total
+    return whole(by_label(tensors, total)), total
 
 
 def fingerprint(
@@ -89,7 +118,7 @@ def fingerprint(
 ) -> tuple[str, Sums]:
     """As :func:`fingerprint_of`, of the state as it lies in ``fragments``; collective."""
     own = own_sums(rosters, fragments, transport.rank)
-    return fingerprint_of(own, transport, timeout_s=timeout_s)
+    return fingerprint_of(rosters.tensors, own, transport, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +259,7 @@ def _num_states(tensors: Sequence[LogicalTensor]) -> int:
 
 def _hash_view(tensor: LogicalTensor, state: int, start: Sequence[int], view: torch.Tensor) -> int:
     """H of one region: ``view`` has the region's shape, ``start`` is where it begins."""
-    seed = hashlib.sha256(f"{tensor.name}\0{tensor.states[state].kind}".encode()).digest()
+    seed = hashlib.sha256(label(tensor, state).encode()).digest()
     if not view.dim():
         view, start = view.reshape(1), (0,)
     weights = [

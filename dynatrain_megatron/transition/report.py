@@ -15,6 +15,7 @@ from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak
 from dynatrain_megatron.transition.move import Move
 
+MOST_TENSORS_IN_EVENT = 1000
 _MOST_RANKS_IN_MATRIX = 64  # a number for each pair of ranks is more than a line of a log should be
 
 
@@ -24,6 +25,7 @@ class SwitchReport:
 
     ``schedule`` is what placed the messages, never ``auto``, ``predicted_s`` what it says beside
     the measured ``seconds["wire"]``. ``bytes_matrix`` is None with more than 64 ranks.
+    ``state_fingerprints`` are those after the switch by state, of up to 1,000 logical tensors.
     """
 
     iteration: int
@@ -43,6 +45,7 @@ class SwitchReport:
     planned_peak_extra_bytes: int = 0
     bound_peak_extra_bytes: int = 0
     fingerprint: dict[str, str] | None = None
+    state_fingerprints: dict[str, str] | None = None
     bytes_matrix: list[list[int]] | None = None
     placement: dict[str, Any] | None = None
     origin: str = "schedule"

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -51,7 +51,7 @@ from dynatrain_megatron.config import KeepSource, Verify
 from dynatrain_megatron.elastic import records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.world import process_uid
-from dynatrain_megatron.engine.fingerprint import Sums, fingerprint_of, own_sums
+from dynatrain_megatron.engine.fingerprint import Sums, by_label, fingerprint_of, own_sums
 from dynatrain_megatron.engine.memory import Dropped, Ledger, storage_sizes
 from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.engine.unwritten import Unwritten
@@ -79,8 +79,13 @@ from dynatrain_megatron.transition.prepare import (
     change_in_place,
     prepare,
 )
-from dynatrain_megatron.transition.report import Phases, SwitchReport, fill_in
-from dynatrain_megatron.vps import RosterSet
+from dynatrain_megatron.transition.report import (
+    MOST_TENSORS_IN_EVENT,
+    Phases,
+    SwitchReport,
+    fill_in,
+)
+from dynatrain_megatron.vps import LogicalTensor, RosterSet
 
 __all__ = ["SwitchOptions", "SwitchReport", "switch", "wire_of"]
 
@@ -391,13 +396,16 @@ class _Switch:
                 # The rest moved once from the only holder to the only holder: known by now.
                 gave, got = move.sums(before, rosters[0])
                 before[~shared], after[~shared] = gave[~shared], got[~shared]
-                report.fingerprint = agree.compared(
-                    rosters[0], self._whole(before), self._whole(after)
-                )
+                tensors = rosters[0].tensors
+                found = self._whole(tensors, after)
+                report.fingerprint = agree.compared(rosters[0], self._whole(tensors, before), found)
+                if len(tensors) <= MOST_TENSORS_IN_EVENT:
+                    report.state_fingerprints = by_label(tensors, found[1])
         self._moved: tuple[Planned, Move, Peak, int] = planned, move, peak, rebuilt
 
-    def _whole(self, own: Sums) -> tuple[str, Sums]:
-        return fingerprint_of(own, self.bridge.transport, timeout_s=self.options.timeout_s)
+    def _whole(self, tensors: Sequence[LogicalTensor], own: Sums) -> tuple[str, Sums]:
+        timeout_s = self.options.timeout_s
+        return fingerprint_of(tensors, own, self.bridge.transport, timeout_s=timeout_s)
 
     # -- afterwards --------------------------------------------------------------------------
 
