@@ -210,7 +210,7 @@ class Membership:
                 raise SwitchRefused(pending.posted.refused)
             target = self._check(pending.posted)
             prepared = prepare(self._job, pending.posted.change, target)
-            if self._overlaps and (prepared.wanted is not None or prepared.bridge is None):
+            if self._overlaps and prepared.needs_building:
                 with suppress(WorldError):  # of an earlier one that has not ended yet
                     pending.building = start_building(prepared, self._store, self._wire)
             pending.prepared = prepared

@@ -69,6 +69,11 @@ class Prepared:
     backend: str
     timeout_s: float
 
+    @property
+    def needs_building(self) -> bool:
+        """Whether something has to be made that takes all processes; all of them agree on that."""
+        return self.wanted is not None or self.bridge is None or bool(self.change.leavers)
+
 
 @dataclass
 class Worlds:
@@ -150,7 +155,8 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
                 known=prepared.known,
                 timeout_s=wire.connect_s,
             )
-        _know_connections(bridge, before, wire)
+        if prepared.needs_building:
+            _know_connections(bridge, before, wire)
     except BaseException:
         if world is not None:
             world.abandon()
