@@ -41,13 +41,14 @@ class Kind(StrEnum):
     """What happens: an exception is raised, the process dies or stops answering, and so on.
 
     ``bitflip`` changes one bit of a message that the rank receives, when its checksum has been made
-    and before it is looked at. ``oom`` is what torch raises when memory has run out. ``slow`` goes
-    on after some time.
+    and before it is looked at. ``hang`` stops the phase alone, ``stop`` the whole process, by
+    SIGSTOP. ``oom`` is what torch raises when memory has run out. ``slow`` goes on after some time.
     """
 
     exception = "exception"
     kill = "kill"
     hang = "hang"
+    stop = "stop"
     bitflip = "bitflip"
     oom = "oom"
     slow = "slow"
@@ -117,6 +118,8 @@ def _happen(fault: Fault, rank: int, armed: _Armed) -> None:
             raise InjectedFault(f"rank {rank}: injected {fault}")
         case Kind.kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        case Kind.stop:
+            os.kill(os.getpid(), signal.SIGSTOP)
         case Kind.hang:
             threading.Event().wait()
         case Kind.bitflip:

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 from dynatrain_megatron.adapters.arguments import LaunchArguments
 from dynatrain_megatron.adapters.groups import RanksFunction
 from dynatrain_megatron.adapters.samplers import LaunchData
-from dynatrain_megatron.elastic.connections import Connections
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.engine import BoundPlan, Fragments, Transport
@@ -85,8 +84,7 @@ class BoundPlans:
 class Bridge:
     """What carries transfers, and nothing else, between ``processes``: uids, by bridge rank.
 
-    ``topology`` are nodes and links as found, ``hosts`` those of the processes. ``connections`` are
-    its own and those of the target's world that was built last.
+    ``topology`` are nodes and links as found, ``hosts`` those of the processes.
     """
 
     processes: tuple[str, ...]
@@ -94,14 +92,6 @@ class Bridge:
     transport: Transport
     topology: Topology
     hosts: tuple[str, ...]
-    connections: Connections = field(default_factory=Connections)
-
-    def cut(self) -> None:
-        """Wake whoever waits here for another process; any thread. It can only be ended then."""
-        self.connections.cut()
-        for group in self.world.process_groups():
-            if group.name() == "nccl":
-                group.abort()
 
     def end(self) -> None:
         """Close it and end its world; who waits for something of this process learns of it."""
@@ -121,7 +111,8 @@ class Job:
     left); ``dormant`` are layouts left before; ``rosters``, ``plans`` and ``bound_plans`` are those
     of switches made before. The job's processes meet in ``store``; ``num_changes`` counts their
     switches, also those called off. Whoever knows its ``secret`` may ask for one. ``totals`` are
-    Megatron's sums over the log interval.
+    Megatron's sums over the log interval. ``at_stake`` are the worlds that a switch under way uses
+    or keeps aside, none of which the job needs where the switch is called off.
     """
 
     launch: LaunchArguments
@@ -143,6 +134,7 @@ class Job:
     totals: dict[str, Any] = field(default_factory=dict)
     store: JobStore | None = None
     secret: str = ""
+    at_stake: tuple[LiveWorld[Any], ...] = ()
     num_changes: int = 0
     bridge: Bridge | None = None
     rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(

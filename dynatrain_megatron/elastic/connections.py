@@ -19,9 +19,16 @@ Ends = tuple[str, str]
 """A connection's own end and the other one, as text."""
 
 
-def open_now() -> dict[int, Ends]:
-    """This process's TCP connections, by inode."""
-    return {inode: ends for inode, ends, _ in _connections()}
+def open_now(*, but_at: int) -> dict[int, Ends]:
+    """This process's TCP connections, by inode, but for those with an end at port ``but_at``.
+
+    That is the store's, which one of the processes may hold: it is nobody's to cut.
+    """
+    return {
+        inode: ends
+        for inode, ends, _ in _connections()
+        if not any(end.rpartition(":")[2] == str(but_at) for end in ends)
+    }
 
 
 class Connections:
@@ -33,10 +40,6 @@ class Connections:
     def __len__(self) -> int:
         """How many there are."""
         return len(self._inodes)
-
-    def __add__(self, other: Connections) -> Connections:
-        """Both."""
-        return Connections(self._inodes | other._inodes)
 
     @classmethod
     def among(cls, made: dict[int, Ends], ends_of_all: list[str]) -> Connections:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dynatrain_megatron.elastic import records
+from dynatrain_megatron.elastic.connections import Connections
 from dynatrain_megatron.elastic.groups import GroupKey
 from dynatrain_megatron.elastic.records import Held
 from dynatrain_megatron.elastic.world import World, process_uid
@@ -24,6 +25,7 @@ class LiveWorld[T]:
     """A world that is built: its record, and what the caller's function made with its groups.
 
     ``held`` are this process's groups in it; ``reused`` are those of them it took over from others.
+    ``connections`` are those that were made for it, where they are known.
     """
 
     world: World
@@ -32,11 +34,19 @@ class LiveWorld[T]:
     held: dict[GroupKey, Held] = field(default_factory=dict)
     reused: tuple[dist.ProcessGroup, ...] = ()
     client: Store | None = None
+    connections: Connections = field(default_factory=Connections)
 
     @property
     def num_made(self) -> int:
         """How many of its groups were made for it."""
         return len(self.held) - len(self.reused)
+
+    def cut(self) -> None:
+        """Wake whoever waits in it for another process; any thread. It can only be ended then."""
+        self.connections.cut()
+        for group in self.process_groups():
+            if group.name() == "nccl":
+                group.abort()
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """This process's groups in it, the default one among them."""

@@ -54,7 +54,7 @@ class Joining:
         self.card = JobCard.read(self.address, timeout_s=timeout_s)
         job = from_json(self.card.config)
         own = replace(job.elastic, join=config.elastic.join, on_leave=config.elastic.on_leave)
-        self.config = replace(job, elastic=own, platform=config.platform)
+        self.config = replace(job, elastic=own, platform=config.platform, faults=config.faults)
 
     def enter_fake_world(self) -> None:
         """Be the last rank of the launch's world, before Megatron looks; once a process."""

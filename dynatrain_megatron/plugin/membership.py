@@ -338,10 +338,9 @@ class Membership:
         silent = self.beats.silent(change.processes, 2 * SILENT_S)  # all have much to do now
         if silent:
             attempt.abort(f"no sign of life from {', '.join(silent)}")
-        bridge = self._job.bridge
-        is_its = bridge is not None and set(bridge.processes) == set(change.processes)
-        if bridge is not None and is_its and attempt.is_aborted:
-            bridge.cut()
+        if attempt.is_aborted:
+            for world in self._job.at_stake:
+                world.cut()
 
     def _report_ready(self, pending: Pending) -> None:
         if pending.building is not None:

@@ -38,7 +38,7 @@ from dynatrain_megatron.config import (
     Overlap,
     ScheduleStep,
 )
-from dynatrain_megatron.elastic import live
+from dynatrain_megatron.elastic import connections, live
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress
 from dynatrain_megatron.elastic.world import process_uid
@@ -383,8 +383,13 @@ class Session:
             return job
         world = live.adopt(live.gather_uids(), groups.capture())
         processes = world.world.processes
-        job.secret = live.gather(secrets.token_hex(16))[0]
         job.store = self._job_store(processes)
+        if job.store is not None:
+            made = connections.open_now(but_at=job.store.address.port)
+            rows = live.gather(json.dumps([here for here, _ in made.values()]))
+            ends = [end for row in rows for end in json.loads(row)]
+            world.connections = connections.Connections.among(made, ends)
+        job.secret = live.gather(secrets.token_hex(16))[0]
         key = BuiltKey.of(job.layout, args, processes, world.world.backend)
         job.built = Built(key, world, Skeleton.of_launch(job), args)
         job.built.note_as_built()

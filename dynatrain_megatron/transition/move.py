@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dynatrain_megatron import faults
 from dynatrain_megatron.config import Verify
 from dynatrain_megatron.engine import (
     BoundPlan,
@@ -27,6 +28,7 @@ from dynatrain_megatron.engine import (
 from dynatrain_megatron.engine.fingerprint import Checked, Sums, check_received
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped, Ledger, free
+from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak, planned_peak
@@ -87,6 +89,7 @@ class Move:
         if self.frees.wanted:
             self.give_back()
         for number, plan in enumerate(self.plan.plans):
+            faults.inject(Phase.memory, transport.rank)
             with self._timed("memory"):
                 self._allocate(first == number)
             given, got = self.old.fragments, self.new.fragments

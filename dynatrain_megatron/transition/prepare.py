@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,7 @@ from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.store import JobStore, store_errors
 from dynatrain_megatron.elastic.world import process_uid
-from dynatrain_megatron.engine import connect
+from dynatrain_megatron.engine import Transport, connect
 from dynatrain_megatron.planner import Topology
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
@@ -56,7 +56,8 @@ class Prepared:
     """One process's view of a switch to come.
 
     ``key`` is that of the layout to be built, None on a process that leaves; ``wanted`` are its
-    groups, None where they exist: it is dormant. ``known`` are groups that may be taken over,
+    groups, None where they exist: it is dormant. ``known`` are groups that may be taken over: of
+    dormant layouts, and none of the layout in force, which carries nothing until all is decided.
     ``bridge`` is one that fits already.
     """
 
@@ -118,7 +119,6 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
                 wanted = groups.wanted(
                     args, recipe.embedding_ranks, recipe.position_embedding_ranks, rank
                 )
-    in_force = {} if job.built is None else job.built.world.held
     bridge = job.bridge
     if bridge is not None and set(bridge.processes) != set(change.processes):
         bridge = None
@@ -127,7 +127,7 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
         target,
         key,
         wanted,
-        {**job.dormant.held(), **in_force},
+        job.dormant.held(),
         bridge,
         backend,
         60.0 * args.distributed_timeout_minutes,
@@ -140,12 +140,12 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
     In any thread. Raises :class:`WorldError` or :class:`SwitchRefused` on all of them where one
     fails; nothing is left then.
     """
-    change, bridge = prepared.change, prepared.bridge
-    is_new = bridge is None
-    before = connections.open_now()
+    change, bridge, port = prepared.change, prepared.bridge, store.address.port
+    is_new, world = bridge is None, None
+    before = connections.open_now(but_at=port)
     if bridge is None:
         bridge = make_bridge(change, store, wire, prepared.backend)
-    world = None
+    between = connections.open_now(but_at=port)
     try:
         if prepared.wanted is not None:
             world = worlds.build(
@@ -156,7 +156,13 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
                 timeout_s=wire.connect_s,
             )
         if prepared.needs_building:
-            _know_connections(bridge, before, wire)
+            after = connections.open_now(but_at=port)
+            made = (_without(between, before), _without(after, between))
+            found = _known_to_others(made, bridge.transport, wire.timeout_s)
+            if is_new:
+                bridge.world.connections = found[0]
+            if world is not None:
+                world.connections = found[1]
     except BaseException:
         if world is not None:
             world.abandon()
@@ -171,13 +177,18 @@ def start_building(prepared: Prepared, store: JobStore, wire: Wire) -> Building[
     return building.start(f"switch {prepared.change.number}", lambda: build(prepared, store, wire))
 
 
-def _know_connections(bridge: Bridge, before: dict[int, Ends], wire: Wire) -> None:
-    """Find out which connections were made meanwhile, so that a hung process can be given up."""
-    made = {inode: ends for inode, ends in connections.open_now().items() if inode not in before}
-    own = json.dumps([here for here, _ in made.values()]).encode()
-    rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
-    found = Connections.among(made, [end for row in rows for end in json.loads(row)])
-    bridge.connections = bridge.connections + found
+def _without(now: dict[int, Ends], before: dict[int, Ends]) -> dict[int, Ends]:
+    return {inode: ends for inode, ends in now.items() if inode not in before}
+
+
+def _known_to_others(
+    made: Sequence[dict[int, Ends]], bridge: Transport, timeout_s: float
+) -> list[Connections]:
+    """Which connections lead to processes of the bridge, so that hung ones can be given up."""
+    own = json.dumps([here for each in made for here, _ in each.values()]).encode()
+    rows = bridge.all_gather(own, timeout_s=timeout_s)
+    ends = [end for row in rows for end in json.loads(row)]
+    return [Connections.among(each, ends) for each in made]
 
 
 def make_bridge(change: Change, store: JobStore, wire: Wire, backend: str) -> Bridge:

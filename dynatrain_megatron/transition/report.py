@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynatrain_megatron import faults
 from dynatrain_megatron.engine import Transport
+from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak
@@ -55,15 +57,21 @@ class SwitchReport:
 
 
 class Phases:
-    """Times the phases of a switch and prints a line for each on rank 0."""
+    """Times the phases of a switch and prints a line for each on rank 0.
 
-    def __init__(self, report: SwitchReport, rank: int) -> None:
+    ``place`` is the process's rank in the bridge, by which faults on purpose go.
+    """
+
+    def __init__(self, report: SwitchReport, rank: int, place: int) -> None:
         self._report = report
         self._rank = rank
+        self._place = place
 
     @contextlib.contextmanager
     def __call__(self, name: str, doing: str) -> Iterator[None]:
         begin = time.perf_counter()
+        if name in list(Phase):
+            faults.inject(Phase(name), self._place)
         yield
         seconds = time.perf_counter() - begin
         self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds

@@ -33,7 +33,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dynatrain_megatron.adapters import arguments, groups, skeleton, writers
 from dynatrain_megatron.adapters.built import Built
@@ -50,6 +50,7 @@ from dynatrain_megatron.adapters.state import HostState
 from dynatrain_megatron.config import KeepSource, Verify
 from dynatrain_megatron.elastic import records
 from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.engine.fingerprint import Sums, by_label, fingerprint_of, own_sums
 from dynatrain_megatron.engine.memory import Dropped, Ledger, storage_sizes
@@ -120,11 +121,12 @@ def switch(
             "start it by torchrun, or give elastic.store=HOST:PORT",
         )
     report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
-    phase = Phases(report, -1 if job.built is None else job.args.rank)
     if prepared is None:
         prepared = prepare(job, change_in_place(job, timeout_s=options.timeout_s), target)
-    change = prepared.change
-    attempt = Attempt(job.store, change, process_uid())
+    change, uid = prepared.change, process_uid()
+    shown = -1 if job.built is None else job.args.rank
+    phase = Phases(report, shown, change.processes.index(uid))
+    attempt = Attempt(job.store, change, uid)
     if job.built is not None:
         who = _who(prepared)
         progress(job.args.rank, f"iteration {job.iteration}: {job.layout} -> {target.layout}{who}")
@@ -133,6 +135,7 @@ def switch(
         with phase("groups", "process groups made" if prepared.wanted else "process groups kept"):
             run.worlds = _worlds(prepared, building, job, options)
         job.bridge = run.worlds.bridge
+        job.at_stake = run.at_stake()
         run.move()
         with phase("vote", "all ranks ready to commit"):
             attempt.vote(timeout_s=options.decide_s)
@@ -141,6 +144,9 @@ def switch(
         raise
     except Exception as error:
         if run.frees.begun:
+            with contextlib.suppress(WorldError):
+                attempt.abort(f"parts of the old state are gone, and then: {error}")
+            run.bridge.end()
             raise SplitStateError(
                 f"the switch failed after parts of the old state had been freed: {error}; the "
                 "state is split between two layouts, so the job must end. Start again from the "
@@ -149,6 +155,7 @@ def switch(
         reason = _give_up(run, attempt, f"{type(error).__name__}: {error}")
         _release(error)
         raise SwitchAborted(reason) from error
+    job.at_stake = ()
     run.commit()
     return report
 
@@ -237,6 +244,13 @@ class _Switch:
     def bridge(self) -> Bridge:
         assert self.worlds is not None
         return self.worlds.bridge
+
+    def at_stake(self) -> tuple[LiveWorld[Any], ...]:
+        """The worlds that go where the switch is called off: all but the one in force."""
+        assert self.worlds is not None
+        target = [] if self.worlds.world is None else [self.worlds.world]
+        dormant = [built.world for built in self.job.dormant]
+        return (self.bridge.world, *target, *dormant)
 
     # -- until the vote ----------------------------------------------------------------------
 
@@ -452,30 +466,27 @@ class _Switch:
         )
 
     def undo(self) -> None:
-        """Put the host back as it was and end what was made for the target; local.
+        """Put the host back as it was and end all worlds but the one in force; local.
 
-        The bridge goes too, whatever state it is in: who still waits for this process wakes up.
+        Whatever state they are in, who still waits in one of them for this process wakes up. What
+        had dormant layouts is made anew when it is wanted.
         """
         job, worlds, ready = self.job, self.worlds, self._ready
         with contextlib.suppress(_Undone), self._context:
             raise _Undone
         for step in reversed(self._undo):
             step()
-        dormant = self._dormant
-        if dormant is None and self.prepared.key is not None:
-            dormant = job.dormant.take(
-                self.prepared.key
-            )  # others may have got further, and lost it
-        held = {} if job.built is None else job.built.world.held
-        kept = {**job.dormant.held(), **held}.values()
-        if dormant is not None:
-            dormant.end(kept)
-        elif ready is not None:
-            ready.built.end(kept)
+        # The layout taken out to be filled, and those still there: others may have got further.
+        ended = [*([] if self._dormant is None else [self._dormant]), *job.dormant.drop(())]
+        if ready is not None and not ready.woken:
+            ended.append(ready.built)
         elif worlds is not None and worlds.world is not None:
-            worlds.world.abandon()
+            worlds.world.end()
+        for built in ended:
+            built.end()
         if worlds is not None:
             worlds.bridge.end()
+        job.at_stake = ()
         job.bridge, job.bound_plans = None, BoundPlans()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -18,11 +19,13 @@ from tests.ranks import run_ranks
 def test_a_wait_for_a_process_that_hangs_ends_when_it_is_cut() -> None:
     def worker(rank: int) -> int:
         dist.init_process_group("gloo")
-        before = connections.open_now()
+        port = int(os.environ["MASTER_PORT"])
+        before = connections.open_now(but_at=port)
         group = dist.new_group([0, 1])
         assert isinstance(group, dist.ProcessGroup)
         dist.barrier(group)
-        made = {i: ends for i, ends in connections.open_now().items() if i not in before}
+        now = connections.open_now(but_at=port)
+        made = {i: ends for i, ends in now.items() if i not in before}
         rows: list[list[str]] = [[], []]
         dist.all_gather_object(rows, [own for own, _ in made.values()])
         found = Connections.among(made, [*rows[0], *rows[1]])

@@ -89,11 +89,12 @@ def run_elastic(
     run_dir: Path,
     drive: Callable[[Driver], Any],
     extra: dict[int, list[str]] | None = None,
+    overrides_of: dict[int, list[str]] | None = None,
 ) -> tuple[list[int], Any]:
     """A job of ``start`` processes and ``others`` that join when told; exit codes, and a result.
 
     ``drive`` runs beside it, in a process of its own; the job trains until it has returned its
-    result. ``extra`` are flags that some processes have more.
+    result. ``extra`` are flags that some processes have more, ``overrides_of`` their overrides.
     """
     server = StoreServer("127.0.0.1")
 
@@ -122,7 +123,7 @@ def run_elastic(
         client = server.address.connect(timeout_s=2 * TIMEOUT_S)
         client.set(f"test/pid/{number}", str(os.getpid()))
         argv = [*flags, *(extra or {}).get(number, ()), "--dynatrain", f"run_dir={run_dir}"]
-        argv += overrides
+        argv += [*overrides, *(overrides_of or {}).get(number, ())]
         if number < start:
             os.environ["WORLD_SIZE"] = str(start)
             argv.append(f"elastic.store={server.address}")

@@ -1,0 +1,165 @@
+"""Whatever fails in a switch: all commit or none does, nobody hangs, and no bit is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.host import around
+from tests.host.test_elastic import FLAGS as ELASTIC_FLAGS
+from tests.host.test_elastic import Driver, alive, run_elastic, steps_of
+from tests.ranks import TINY_LLAMA, RankFailure, run_megatron
+
+FLAGS = [*TINY_LLAMA, "--use-distributed-optimizer", "--global-batch-size", "4"]
+
+# (phase, rank, kind, how often the phase has begun by then): one failure for each switch.
+EXCEPTIONS = [
+    ("quiesce", 1, "exception"),
+    ("groups", 0, "exception"),
+    ("build", 1, "exception"),
+    ("plan", 0, "exception"),
+    ("memory", 1, "exception"),
+    ("pack", 0, "exception"),
+    ("wire", 1, "exception"),
+    ("unpack", 1, "exception"),
+    ("wire", 0, "bitflip"),
+    ("rebuild", 0, "oom"),
+    ("verify", 1, "exception"),
+    ("vote", 0, "exception"),
+]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("verify", ["messages", "fingerprint"])
+def test_an_exception_anywhere_leaves_the_job_as_it_was(verify: str, tmp_path: Path) -> None:
+    """Every phase fails once, on one rank or the other; losses are those of no switch at all."""
+    count = len(EXCEPTIONS)
+    flags = [*FLAGS, "--train-iters", str(count + 4), "--lr-decay-iters", "40"]
+    static = run_megatron(2, flags, [], tmp_path / "static")
+    steps = [f"{{iteration: {n + 1}, layout: pp2}}" for n in range(count + 1)]
+    run = run_megatron(
+        2,
+        flags,
+        [f"schedule=[{', '.join(steps)}]", f"engine.verify={verify}"],
+        tmp_path / "run",
+        inside=fail_in_turn,
+    )
+    events = around.events(run.run_dir)
+    told = [(event["event"], event["ok"]) for event in events]
+    assert told == [("refused", False)] * count + [("switch", True)], told
+    for (phase, rank, kind), event in zip(EXCEPTIONS, events, strict=False):
+        expected = "not what was sent" if (kind, verify) == ("bitflip", "messages") else ""
+        assert expected in event["reason"], (phase, event["reason"])
+        if kind != "bitflip":
+            assert f"rank {rank}: injected {kind} in phase {phase}" in event["reason"], event
+    got, expected_steps = steps_of(run.run_dir), steps_of(static.run_dir)
+    for step, other in zip(got[: count + 1], expected_steps, strict=False):
+        assert step["loss"] == other["loss"], step  # to the last bit
+    for step, other in zip(got[count + 1 :], expected_steps[count + 1 :], strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
+
+
+def fail_in_turn() -> None:
+    """Arm the next fault before each switch; in a rank."""
+    from dynatrain_megatron import faults
+    from dynatrain_megatron.plugin import session
+
+    real, turn = session.switch, iter(EXCEPTIONS)
+
+    def switch(*args: Any) -> Any:
+        phase, rank, kind = next(turn, (None, None, None))
+        armed = (
+            [] if phase is None else [faults.Fault((rank,), faults.Phase(phase), faults.Kind(kind))]
+        )
+        faults.arm(armed)
+        return real(*args)
+
+    session.switch = switch
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("phase", "keep"),
+    [("build", "always"), ("wire", "always"), ("vote", "always"), ("wire", "never")],
+)
+def test_the_death_of_a_rank_ends_the_job_and_does_not_hang_it(
+    phase: str, keep: str, tmp_path: Path
+) -> None:
+    """With a checkpoint right before the switch, which the message names."""
+    begin = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_megatron(
+            2,
+            [
+                *FLAGS,
+                "--train-iters",
+                "6",
+                "--save",
+                str(tmp_path / "saved"),
+                "--save-interval",
+                "90",
+            ],
+            [
+                *("target=pp2", "switch_at=2", "save_before_switch=true", "elastic.timeout_s=8"),
+                *("engine.timeout_s=20", f"engine.keep_source={keep}"),
+                f"faults=[{{rank: 1, phase: {phase}, kind: kill}}]",
+            ],
+            tmp_path / "run",
+            timeout_s=100,
+        )
+    assert time.monotonic() - begin < 90
+    told = str(caught.value)
+    assert "still running" not in told, told
+    log = (tmp_path / "run" / "rank0.log").read_text()
+    assert "did not come back within 8 s" in log or "Start again from the last checkpoint" in log, (
+        log
+    )
+    assert f"iteration 2 is saved in {tmp_path / 'saved'}" in log
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.host
+def test_a_joiner_that_dies_or_hangs_in_a_switch_is_given_up(tmp_path: Path) -> None:
+    """Killed while data moves, stopped before the vote: the job goes on in its layout."""
+
+    def drive(driver: Driver) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        driver.let_start(2)
+        driver.wait_for_arrivals(1)
+        seen["killed"] = driver.ask(layout={"tp": 1, "world": 3})
+        driver.wait_until("it is dead", lambda: not alive(driver.pid(2)))
+        driver.let_start(3)
+        driver.wait_for_arrivals(2)
+        begin = time.monotonic()
+        seen["stopped"] = driver.ask(layout={"tp": 1, "world": 3})
+        seen["stopped_s"] = time.monotonic() - begin
+        os.kill(driver.pid(3), signal.SIGKILL)
+        status = driver.directory.status() or {}
+        at = status["iteration"]
+        driver.wait_until(
+            "it trains", lambda: (driver.directory.status() or {})["iteration"] > at + 2
+        )
+        return seen
+
+    codes, seen = run_elastic(
+        2,
+        2,
+        ELASTIC_FLAGS,
+        ["elastic.connect_timeout_s=10"],
+        tmp_path / "run",
+        drive,
+        overrides_of={
+            2: ["faults=[{rank: 2, phase: wire, kind: kill}]"],
+            3: ["faults=[{rank: 2, phase: rebuild, kind: stop}]"],
+        },
+    )
+    assert codes == [0, 0, -9, -9]
+    assert seen["killed"]["state"] == seen["stopped"]["state"] == "called off", seen
+    assert "no sign of life" in seen["stopped"]["reason"], seen
+    steps = steps_of(tmp_path / "run")
+    assert [step["iteration"] for step in steps] == list(range(1, len(steps) + 1))
