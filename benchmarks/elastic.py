@@ -155,7 +155,7 @@ def run_worlds(size: Size, folder: Path) -> Iterator[Result]:
         found = {}
         for overlap in ("off", "thread"):
             setting = Setting(
-                size.small.flags(ENDLESS),
+                [*size.small.flags(ENDLESS), "--mock-data"],
                 [f"elastic.overlap={overlap}"],
                 folder / f"worlds-{number}-{overlap}",
                 growth.start,
@@ -244,8 +244,8 @@ def run_periodic(size: Size, folder: Path) -> Iterator[Result]:
     data = demo_data.build(folder / "data")
     flags = [
         *size.small.flags(iterations),
-        *("--data-path", str(data.prefix), "--data-cache-path", str(folder / "cache")),
-        *("--split", "100,0,0", "--tensor-model-parallel-size", "2"),
+        *("--data-path", str(data.prefix), "--split", "100,0,0"),
+        *("--tensor-model-parallel-size", "2"),
         *("--null-tokenizer-eod-id", str(demo_data.END_OF_DOCUMENT)),
     ]
     schedule = ", ".join(

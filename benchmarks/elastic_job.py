@@ -132,7 +132,8 @@ class Setting:
     def argv(self, store: object, *, joins: bool) -> list[str]:
         key = "join" if joins else "store"
         own = [f"run_dir={self.directory}", "platform=cpu", f"elastic.{key}={store}"]
-        return [*self.flags, "--dynatrain", *own, *self.overrides]
+        cache = ["--data-cache-path", str(self.directory / "cache")]
+        return [*self.flags, *cache, "--dynatrain", *own, *self.overrides]
 
 
 def run(setting: Setting, drive: Callable[[Driver], Any]) -> Any:
