@@ -48,6 +48,7 @@ from elastic_report import draw, line_of, table
 from machine import RESULTS, environment
 from switch_report import rounded
 
+from dynatrain_megatron import platform
 from dynatrain_megatron.cli import demo_data
 
 Result = dict[str, Any]
@@ -381,6 +382,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
+    platform.install("cpu")  # before Megatron is imported
     size = QUICK if args.quick else FULL
     where = environment("torch", "megatron-core", "numpy")
     where["cores of later processes"] = len(other_cores())
