@@ -274,8 +274,11 @@ def test_parked_faulty_and_moved_elsewhere(tmp_path: Path) -> None:
     assert seen["lost"]["state"] in ("called off", "refused"), seen
     assert seen["steps"] > 0
     print(seen)
-    events = around.events(tmp_path / "run")
-    assert [event["world"] for event in events if event["ok"]] == [1, 2, 2]
+    events = [event for event in around.events(tmp_path / "run") if event["ok"]]
+    assert [event["world"] for event in events] == [1, 2, 2]
+    # The last of them was told by a process that had just come.
+    assert [e["source"] for e in events[1:]] == [e["target"] for e in events[:-1]]
+    assert 0 < events[0]["iteration"] < events[1]["iteration"] < events[2]["iteration"]
     steps = steps_of(tmp_path / "run")
     assert [step["iteration"] for step in steps] == list(range(1, len(steps) + 1))
 
