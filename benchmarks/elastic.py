@@ -46,7 +46,6 @@ from typing import Any, NamedTuple
 from elastic_job import Driver, Setting, events_of, losses_of, run, stages_of, steps_of
 from elastic_report import draw, line_of, table
 from machine import RESULTS, environment
-from switch_report import rounded
 
 from dynatrain_megatron import platform
 from dynatrain_megatron.cli import demo_data
@@ -365,6 +364,16 @@ def hooks_of(directory: Path, world: int) -> Result:
 
 
 # -------------------------------------------------------------------------------- all parts
+
+
+def rounded(value: Any) -> Any:
+    """Floats to nine digits, in all of a tree."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {key: rounded(one) for key, one in value.items()}
+    return [rounded(one) for one in value] if isinstance(value, list | tuple) else value
+
 
 Part = Callable[[Size, Path], Iterator[Result]]
 PARTS: dict[str, Part] = {

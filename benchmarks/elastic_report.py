@@ -205,6 +205,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 3, figsize=(16, 4.6), layout="constrained")
     drawers = {"worlds": _draw_worlds, "periodic": _draw_losses, "kinds": _draw_kinds}
     for axis, (part, draw_part) in zip(axes, drawers.items(), strict=True):
+        axis.set_visible(part in content)
         if part in content:
             draw_part(axis, content[part]["results"])
     figure.savefig(path, dpi=130)
