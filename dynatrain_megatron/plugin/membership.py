@@ -234,18 +234,18 @@ class Membership:
 
         Whoever took part in it reads no earlier one any more; whoever did not has had time to.
         """
-        done, here = time.monotonic() - self._timeout_s, set(change.processes)
+        long_ago, here = time.monotonic() - self._timeout_s, set(change.processes)
         stay = [uid for uid in change.source if uid in set(change.target)]
         with self._lock:
-            kept, gone = [], []
-            for earlier, at in self._concluded:
-                is_read = earlier.number < change.number and (
-                    at < done or here.issuperset(earlier.processes)
-                )
-                (gone if is_read else kept).append((earlier, at))
-            self._concluded = kept
+            gone = [
+                earlier
+                for earlier, at in self._concluded
+                if earlier.number < change.number
+                and (at <= long_ago or here.issuperset(earlier.processes))
+            ]
+            self._concluded = [each for each in self._concluded if each[0] not in gone]
             if self.uid == (stay or change.source)[0]:
-                self._forgettable += [earlier for earlier, _ in gone]
+                self._forgettable += gone
 
     def give_up(self, pending: Pending) -> None:
         """The same; what was built for it goes."""
