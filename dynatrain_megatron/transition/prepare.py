@@ -150,7 +150,8 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
                 known=prepared.known,
                 timeout_s=wire.connect_s,
             )
-        _know_connections(bridge, before, wire)
+        if is_new or world is not None:
+            _know_connections(bridge, None if is_new else world, before, wire)
     except BaseException:
         if world is not None:
             world.abandon()
@@ -165,11 +166,25 @@ def start_building(prepared: Prepared, store: JobStore, wire: Wire) -> Building[
     return building.start(f"switch {prepared.change.number}", lambda: build(prepared, store, wire))
 
 
-def _know_connections(bridge: Bridge, before: dict[int, Ends], wire: Wire) -> None:
-    """Find out which connections were made meanwhile, so that a hung process can be given up."""
+def _know_connections(
+    bridge: Bridge, alone: LiveWorld[Groups] | None, before: dict[int, Ends], wire: Wire
+) -> None:
+    """Find out which connections were made meanwhile, so that a hung process can be given up.
+
+    Collective over those that made any: the bridge's processes or, where that was there before,
+    those of the target's world ``alone``. They meet at its store: its groups may be in use.
+    """
     made = {inode: ends for inode, ends in connections.open_now().items() if inode not in before}
     own = json.dumps([here for here, _ in made.values()]).encode()
-    rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
+    if alone is None:
+        rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
+    else:
+        assert alone.client is not None
+        keys = [f"ends/{rank}" for rank in range(alone.world.size)]
+        with store_errors(f"world {alone.world.id} was not built"):
+            alone.client.set(keys[alone.world.rank], own)
+            alone.client.wait(keys, timedelta(seconds=wire.connect_s))
+            rows = [bytes(alone.client.get(key)) for key in keys]
     found = Connections.among(made, [end for row in rows for end in json.loads(row)])
     bridge.connections = bridge.connections + found
 
