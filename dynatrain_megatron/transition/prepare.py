@@ -175,9 +175,9 @@ def _know_connections(
     those of the target's world ``alone``. They meet at its store: its groups may be in use.
     """
     made = {inode: ends for inode, ends in connections.open_now().items() if inode not in before}
-    own = json.dumps([here for here, _ in made.values()]).encode()
+    own = json.dumps([here for here, _ in made.values()])
     if alone is None:
-        rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
+        rows = bridge.transport.all_gather(own.encode(), timeout_s=wire.timeout_s)
     else:
         assert alone.client is not None
         keys = [f"ends/{rank}" for rank in range(alone.world.size)]
