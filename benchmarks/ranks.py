@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_ranks[Result](
-    world: int, work: Callable[[int], Result], *, timeout_s: float
+    world: int, work: Callable[[int], Result], *, timeout_s: float, wait_for: Sequence[int] = ()
 ) -> list[Result]:
     """``work(rank)`` on so many ranks with torchrun's environment variables; results by rank.
 
-    Raises ``RuntimeError`` with the first traceback where a rank fails, dies or takes longer than
+    With ``wait_for`` only the results of these ranks are waited for, and returned. Raises
+    ``RuntimeError`` with the first traceback where a rank fails, dies or takes longer than
     ``timeout_s``. No rank outlives the call.
     """
     _import_hosts()
@@ -52,7 +53,8 @@ def run_ranks[Result](
         for process in ranks:
             process.start()
         try:
-            return _collect(ranks, results, logs, time.monotonic() + timeout_s)
+            deadline = time.monotonic() + timeout_s
+            return _collect(ranks, wait_for or range(world), results, logs, deadline)
         finally:
             for process in ranks:
                 process.kill()
@@ -104,9 +106,11 @@ def _life(
     time.sleep(3600)  # the parent ends all together: until then others may need this rank's sockets
 
 
-def _collect(ranks: list[Any], results: Any, logs: list[Path], deadline: float) -> list[Any]:
+def _collect(
+    ranks: list[Any], wanted: Sequence[int], results: Any, logs: list[Path], deadline: float
+) -> list[Any]:
     found: dict[int, Any] = {}
-    while len(found) < len(ranks):
+    while not found.keys() >= set(wanted):
         try:
             rank, result, failure = results.get(timeout=1.0)
         except queue.Empty:
@@ -118,7 +122,7 @@ def _collect(ranks: list[Any], results: Any, logs: list[Path], deadline: float) 
         if failure is not None:
             raise RuntimeError(f"rank {rank}: {failure}\n{_tail(logs[rank])}")
         found[rank] = result
-    return [found[rank] for rank in range(len(ranks))]
+    return [found[rank] for rank in wanted]
 
 
 def _tail(log: Path) -> str:

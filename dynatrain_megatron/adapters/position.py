@@ -20,6 +20,7 @@ from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.adapters.state import HostState
 from dynatrain_megatron.errors import SwitchRefused
+from dynatrain_megatron.layout import ParallelLayout
 
 _TENSOR = "tensor"
 
@@ -37,6 +38,7 @@ def position_of(job: Job) -> bytes:
     schedule = {} if job.scheduler is None else vars(job.scheduler)
     told = {
         "iteration": job.iteration,
+        "layout": str(job.layout),
         "num_flops": job.num_flops,
         "arguments": differences(job.args, job.baseline),
         "schedule": {name: value for name, value in schedule.items() if name != "optimizer"},
@@ -58,6 +60,7 @@ def take_over(job: Job, told: bytes) -> None:
     """Put a process that joins to the job's position."""
     position = json.loads(told, object_hook=_from_json)
     job.iteration, job.num_flops = position["iteration"], position["num_flops"]
+    job.layout = ParallelLayout.parse(position["layout"])
     vars(job.args).update(position["arguments"])
     if job.scheduler is not None:
         vars(job.scheduler).update(position["schedule"])

@@ -45,6 +45,8 @@ class GroupMaker:
         ranks = range(self._world.size)
         key = self._next_key(ranks, self._world.backend, None, None)
         if (reused := self._reused(key, ranks)) is not None:
+            # Its groups meet at this world's store, whose keys go with the world.
+            self._record.pg_map[reused] = self.held[key].backend, store
             self._record.default_pg = reused
             return
         dist.init_process_group(

@@ -24,6 +24,7 @@ from typing import Any
 
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.control import opened
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore
@@ -129,6 +130,8 @@ class Membership:
         self._timeout_s = timeout_s
         self._iteration = job.iteration
         self._num_requests = 0
+        self._concluded: list[tuple[Change, float]] = []
+        self._forgettable: list[Change] = []
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._notice: int | None = None
@@ -223,7 +226,26 @@ class Membership:
         """Done with it, one way or the other; the next one has the next number."""
         with self._lock:
             self._job.num_changes = pending.number
+            self._concluded.append((pending.posted.change, time.monotonic()))
             self.pending = None
+
+    def forget_before(self, change: Change) -> None:
+        """``change`` was made: one of its processes lets earlier ones go from the store.
+
+        Whoever took part in it reads no earlier one any more; whoever did not has had time to.
+        """
+        long_ago, here = time.monotonic() - self._timeout_s, set(change.processes)
+        stay = [uid for uid in change.source if uid in set(change.target)]
+        with self._lock:
+            gone = [
+                earlier
+                for earlier, at in self._concluded
+                if earlier.number < change.number
+                and (at <= long_ago or here.issuperset(earlier.processes))
+            ]
+            self._concluded = [each for each in self._concluded if each[0] not in gone]
+            if self.uid == (stay or change.source)[0]:
+                self._forgettable += gone
 
     def give_up(self, pending: Pending) -> None:
         """The same; what was built for it goes."""
@@ -299,6 +321,10 @@ class Membership:
             with self._lock:
                 if self.pending is None and self._job.num_changes + 1 == posted.change.number:
                     self.pending = Pending(posted)
+        with self._lock:
+            forgettable, self._forgettable = self._forgettable, []
+        for change in forgettable:
+            self.board.forget(change)
         if self.leads:
             self._listen()
 

@@ -584,6 +584,7 @@ class Session:
         finally:
             self._membership.conclude(pending)
         self._num_switches += 1
+        self._membership.forget_before(pending.posted.change)
         job.args.iteration = job.iteration
         report.origin = pending.posted.origin
         report.seconds = {"prepare": due.prepare_s, **report.seconds}

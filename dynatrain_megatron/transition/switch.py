@@ -303,6 +303,7 @@ class _Switch:
         self.run_id = b"".join(runs).decode()
         if job.built is None:
             take_over(job, next(filter(None, told)))
+            self.report.iteration, self.report.source = job.iteration, str(job.layout)
 
     def _drop_gradients(self, state: HostState) -> None:
         """Give the gradients' memory back; if the switch is called off it is there as zeros."""

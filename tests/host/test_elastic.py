@@ -194,12 +194,15 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
         driver.wait_for_arrivals(2)
         grown = driver.ask(layout={"tp": 2, "world": 4})
         assert grown["state"] == "done", grown
+        in_place = driver.ask(layout={"tp": 1, "pp": 2, "world": 4})
+        assert in_place["state"] == "done", in_place
+        # Over the bridge of the switch before; who leaves builds nothing.
         shrunk = driver.ask(layout={"tp": 1, "world": 3})
         assert shrunk["state"] == "done", shrunk
         driver.let_start(4)
         driver.wait_for_arrivals(3)
         os.kill(driver.pid(0), signal.SIGTERM)
-        driver.wait_until("rank 0 is gone", lambda: len(around.events(tmp_path / "run")) == 3)
+        driver.wait_until("rank 0 is gone", lambda: len(around.events(tmp_path / "run")) == 4)
         last = driver.ask(layout={"tp": 2, "world": 2})
         assert last["state"] == "done", last
 
@@ -208,7 +211,7 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
     events = around.events(tmp_path / "run")
     worlds = [(event["event"], event["target"], event["joined"], event["left"]) for event in events]
     print(worlds)
-    assert [event["ok"] for event in events] == [True] * 4
+    assert [event["ok"] for event in events] == [True] * 5
     got, expected = steps_of(tmp_path / "run"), steps_of(static.run_dir)
     assert [step["iteration"] for step in got] == list(range(1, len(got) + 1))
     for step, other in zip(got, expected, strict=False):
@@ -275,8 +278,11 @@ def test_parked_faulty_and_moved_elsewhere(tmp_path: Path) -> None:
     assert seen["lost"]["state"] in ("called off", "refused"), seen
     assert seen["steps"] > 0
     print(seen)
-    events = around.events(tmp_path / "run")
-    assert [event["world"] for event in events if event["ok"]] == [1, 2, 2]
+    events = [event for event in around.events(tmp_path / "run") if event["ok"]]
+    assert [event["world"] for event in events] == [1, 2, 2]
+    # The last of them was told by a process that had just come.
+    assert [e["source"] for e in events[1:]] == [e["target"] for e in events[:-1]]
+    assert 0 < events[0]["iteration"] < events[1]["iteration"] < events[2]["iteration"]
     steps = steps_of(tmp_path / "run")
     assert [step["iteration"] for step in steps] == list(range(1, len(steps) + 1))
 
