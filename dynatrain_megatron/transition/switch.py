@@ -277,6 +277,8 @@ class _Switch:
             self._drop_gradients(source.state)
         new = self._target_side()
         with phase("plan", "rosters exchanged, plan made"):
+            if self.prepared.change.joiners:
+                job.rosters.clear()  # which those do not know
             planned = agree.planned(job, old, new, self._free, self.bridge, options)
             steps = {} if source is None else source.state.steps()
             steps = agree.exchange_steps(steps, transport, timeout_s)
