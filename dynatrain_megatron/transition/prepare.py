@@ -28,7 +28,7 @@ from dynatrain_megatron.elastic import build as worlds
 from dynatrain_megatron.elastic import building, connections, records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
-from dynatrain_megatron.elastic.connections import Connections, Ends
+from dynatrain_megatron.elastic.connections import Connections
 from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.store import JobStore, store_errors
@@ -150,7 +150,16 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
                 known=prepared.known,
                 timeout_s=wire.connect_s,
             )
-        _know_connections(bridge, before, wire)
+        now = connections.open_now()
+        made = {inode: ends for inode, ends in now.items() if inode not in before}
+        own = json.dumps([here for here, _ in made.values()]).encode()
+        rows: list[bytes] = []
+        if is_new:
+            rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
+        elif world is not None:  # over a bridge there was, who leaves would be missing
+            rows = _told_by_all(world, own, wire.connect_s)
+        found = Connections.among(made, [end for row in rows for end in json.loads(row)])
+        bridge.connections = bridge.connections + found  # so that a hung process can be given up
     except BaseException:
         if world is not None:
             world.abandon()
@@ -165,13 +174,14 @@ def start_building(prepared: Prepared, store: JobStore, wire: Wire) -> Building[
     return building.start(f"switch {prepared.change.number}", lambda: build(prepared, store, wire))
 
 
-def _know_connections(bridge: Bridge, before: dict[int, Ends], wire: Wire) -> None:
-    """Find out which connections were made meanwhile, so that a hung process can be given up."""
-    made = {inode: ends for inode, ends in connections.open_now().items() if inode not in before}
-    own = json.dumps([here for here, _ in made.values()]).encode()
-    rows = bridge.transport.all_gather(own, timeout_s=wire.timeout_s)
-    found = Connections.among(made, [end for row in rows for end in json.loads(row)])
-    bridge.connections = bridge.connections + found
+def _told_by_all(world: LiveWorld[Groups], own: bytes, timeout_s: float) -> list[bytes]:
+    """What each of the world's processes tells, by rank; over the store, where the world is new."""
+    client, keys = world.client, [f"ends/{rank}" for rank in range(world.world.size)]
+    assert client is not None
+    with store_errors(f"world {world.world.id} is not known to all"):
+        client.set(keys[world.world.rank], own)
+        client.wait(keys, timedelta(seconds=timeout_s))
+        return [bytes(client.get(key)) for key in keys]
 
 
 def make_bridge(change: Change, store: JobStore, wire: Wire, backend: str) -> Bridge:

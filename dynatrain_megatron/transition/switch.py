@@ -80,6 +80,7 @@ from dynatrain_megatron.transition.prepare import (
     prepare,
 )
 from dynatrain_megatron.transition.report import (
+    MOST_RANKS_IN_MATRIX,
     MOST_TENSORS_IN_EVENT,
     Phases,
     SwitchReport,
@@ -264,6 +265,8 @@ class _Switch:
         new = self._target_side()
         with phase("plan", "rosters exchanged, plan made"):
             planned = agree.planned(job, old, new, self._free, self.bridge, options)
+            if transport.size <= MOST_RANKS_IN_MATRIX:
+                self.report.nodes = list(planned.topology.node)
             steps = {} if source is None else source.state.steps()
             steps = agree.exchange_steps(steps, transport, timeout_s)
             if options.placement:
