@@ -179,7 +179,7 @@ def _told_by_all(world: LiveWorld[Groups], own: bytes, timeout_s: float) -> list
     client, keys = world.client, [f"ends/{rank}" for rank in range(world.world.size)]
     assert client is not None
     with store_errors(f"world {world.world.id} is not known to all"):
-        client.set(keys[world.world.rank], own)
+        client.set(keys[world.world.rank], own.decode())
         client.wait(keys, timedelta(seconds=timeout_s))
         return [bytes(client.get(key)) for key in keys]
 
