@@ -7,6 +7,7 @@
     …/notice/<k>             a process that has to leave
     …/beat/<uid>             a process that lives: written anew again and again
     …/request/<k>, answer/<k>  what is asked of the job from outside, and what became of it
+    …/owner                  with whom the store ends
     …/end                    the job is over, or whether it ended well
 
 Lists are numbered by counters, so that one look says whether there is something new. Everything is
@@ -22,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from dynatrain_megatron.elastic.control import signed
-from dynatrain_megatron.elastic.store import JobStore, StoreAddress, store_errors
+from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreOwner, store_errors
 from dynatrain_megatron.errors import WorldError
 
 _JOB = "dynatrain/job"
@@ -76,12 +77,16 @@ class Directory:
     def __init__(self, store: JobStore) -> None:
         self._store = store
 
-    def arrive(self, uid: str) -> None:
-        """Wait to be taken into the job."""
-        self._append("arrival", lambda _: uid)
+    def arrive(self, uid: str) -> int:
+        """Wait to be taken into the job; returns the arrival's number."""
+        return self._append("arrival", lambda _: uid)
+
+    def withdraw_arrival(self, number: int) -> None:
+        """It waits no more: it is about to be taken in."""
+        self._store.here().set(f"arrival/{number}", "")
 
     def arrivals(self, after: int) -> list[str]:
-        """The uids that have arrived since the first ``after`` of them."""
+        """The uids that have arrived since the first ``after``; empty where taken in since."""
         return self._since("arrival", after)
 
     def give_notice(self, uid: str) -> int:
@@ -141,6 +146,17 @@ class Directory:
     def status(self) -> dict[str, Any] | None:
         """What the job said last."""
         return self._read("status")
+
+    def own(self, owner: StoreOwner) -> None:
+        """Say with whom the store ends; at the launch."""
+        self._store.here().set("owner", json.dumps(asdict(owner)))
+
+    def owner(self) -> StoreOwner:
+        """With whom the store ends."""
+        read = self._read("owner")
+        if read is None:
+            return StoreOwner()
+        return StoreOwner(tuple(read["processes"]), read["what"], read["parks"])
 
     def end(self, how: str) -> None:
         """The job is over: whoever waits for it may go."""

@@ -12,12 +12,12 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dynatrain_megatron.errors import ConfigError, WorldError
+from dynatrain_megatron.errors import ConfigError, SwitchRefused, WorldError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -75,6 +75,55 @@ class StoreAddress:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
             )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOwner:
+    """With whom a job's store ends: at least one of ``processes`` has to live; none is needed where
+    there are none.
+
+    ``what`` ends with them, in words. They stay alive when they leave where ``parks``.
+    """
+
+    processes: tuple[str, ...] = ()
+    what: str = ""
+    parks: bool = False
+
+    @classmethod
+    def of_launch(
+        cls, processes: Sequence[str], nodes: Sequence[str], *, parks: bool
+    ) -> StoreOwner:
+        """Of the store at MASTER_ADDR:MASTER_PORT; each of ``processes`` says its node, or nothing.
+
+        ``nodes`` are what :func:`node_of_launch` says there.
+        """
+        of_first = tuple(uid for uid, node in zip(processes, nodes, strict=True) if node == "0")
+        if all(nodes) and of_first:
+            return cls(of_first, "torchrun's store on the first node of the launch", parks)
+        return cls((processes[0],), "the store that the launch's rank 0 holds", parks)
+
+    def lives_on(self, staying: Collection[str], parking: Collection[str] = ()) -> bool:
+        """Whether the store does where these stay in the job, and those of ``parking`` wait."""
+        living = {*staying, *(parking if self.parks else ())}
+        return not self.processes or not living.isdisjoint(self.processes)
+
+    @property
+    def refusal(self) -> SwitchRefused:
+        """Why the last of them cannot leave."""
+        of = ", ".join(self.processes)
+        return SwitchRefused(
+            f"the last of the processes {of} would leave, and with it ends {self.what}, where the "
+            "job's processes meet",
+            "start the job with elastic.store=HOST:PORT of a `dynatrain store`, which ends with no "
+            "process of the job",
+        )
+
+
+def node_of_launch() -> str:
+    """The number of this process's node where torchrun holds the store that it gave; or nothing."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return os.environ.get("GROUP_RANK", "")
 
 
 class JobStore:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import socket
 from pathlib import Path
 
 from dynatrain_megatron.engine.spans import Spans
@@ -24,9 +25,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def host_id() -> str:
-    """What processes of one running kernel have in common; empty where the kernel does not tell."""
+    """What processes of one host have in common; empty where the kernel does not tell.
+
+    A running kernel and a host name: containers that share a kernel and call themselves
+    differently are different hosts, here as in the topology.
+    """
     try:
-        return _BOOT_ID.read_text().strip()
+        return f"{_BOOT_ID.read_text().strip()} {socket.gethostname()}"
     except OSError:
         return ""
 

@@ -6,6 +6,7 @@ switch is possible is checked before it is announced, and again by each process.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -17,6 +18,7 @@ from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.advisor import Machine, Workload, workload_of
 from dynatrain_megatron.config import ScheduleStep
 from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.elastic.store import StoreOwner
 from dynatrain_megatron.errors import ConfigError, LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, read_changes
 from dynatrain_megatron.observe import progress
@@ -121,19 +123,40 @@ class Leader:
         self._feasible = feasible
         self._lead_steps = lead_steps
         self._told_waiting: set[str] = set()
+        self._told_to_stay = ""
         self.posted = 0
         self.posted_step: int | None = None
 
     def capacity(self) -> Capacity:
         """Who could be in the next world, as far as is known now."""
         members, known = self._job.processes, self._membership
-        leaving = frozenset(uid for uid in known.notices if uid in members)
-        waiting = tuple(
-            uid
-            for uid in dict.fromkeys(known.arrivals)
-            if uid not in members and uid not in known.silent_waiting
-        )
+        waiting = known.waiting()
+        told = tuple(uid for uid in members if uid in known.notices)
+        leaving = self._free_to_leave(told, waiting)
         return Capacity(members, leaving, waiting)
+
+    def _free_to_leave(self, told: tuple[str, ...], waiting: tuple[str, ...]) -> frozenset[str]:
+        """Those of ``told`` that leave: not the last one that the store needs."""
+        staying = [uid for uid in self._job.processes if uid not in told]
+        if not told or self._owner.lives_on(staying, parking=waiting):
+            return frozenset(told)
+        stuck = next((uid for uid in told if uid in self._owner.processes), "")
+        if stuck and stuck != self._told_to_stay:
+            self._told_to_stay = stuck
+            progress(0, f"{stuck} was told to leave and stays: {self._owner.refusal}")
+        return frozenset(told) - {stuck}
+
+    @functools.cached_property
+    def _owner(self) -> StoreOwner:
+        return self._membership.directory.owner()
+
+    def _take(self, capacity: Capacity, world: int) -> tuple[str, ...]:
+        """The processes of a world of that size; raises :class:`SwitchRefused`."""
+        target = capacity.take(world)
+        staying = {*capacity.members, *capacity.waiting} - capacity.leaving
+        if not self._owner.lives_on(target, parking=staying):
+            raise self._owner.refusal
+        return target
 
     def announce(self, iteration: int, steps: Sequence[tuple[int, ScheduleStep]]) -> None:
         """Announce what is due, if anything and if nothing is announced; at a step boundary.
@@ -159,7 +182,7 @@ class Leader:
         try:
             world = wanted_world(step.layout_changes, self._launch_layout)
             if world is not None and world != len(capacity.members):
-                target = capacity.take(world)
+                target = self._take(capacity, world)
         except (SwitchRefused, LayoutError) as error:
             refused = str(error)
         self._post(target, step.layout_changes, at=step.iteration, step=step_index, refused=refused)
@@ -201,7 +224,7 @@ class Leader:
                     self._without_leavers(capacity, iteration)
                 return
             world = wanted_world(answer, self._launch_layout) or len(capacity.members)
-            target = capacity.take(world)
+            target = self._take(capacity, world)
             layout = self._feasible(answer, world)
         except (SwitchRefused, LayoutError) as refusal:
             if answer is not None:
@@ -221,10 +244,11 @@ class Leader:
         for world in range(len(capacity.available), 0, -1):
             for wanted in shrunk(self._job.layout, self._job.layout, world):
                 try:
+                    target = self._take(capacity, world)
                     self._feasible(wanted, world)
                 except SwitchRefused:
                     continue
-                self._post(capacity.take(world), wanted, at=iteration, origin="notice")
+                self._post(target, wanted, at=iteration, origin="notice")
                 return
         self._stuck = capacity
         progress(
@@ -239,7 +263,7 @@ class Leader:
             request = _read_request(text)
             layout = request.get("layout", {})
             world = request.get("world") or wanted_world(layout, self._launch_layout)
-            target = capacity.take(world or len(capacity.members))
+            target = self._take(capacity, world or len(capacity.members))
             if "layout" not in request:
                 layout = self._same_degrees(len(target))
             found = self._feasible(layout, len(target))

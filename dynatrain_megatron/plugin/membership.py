@@ -167,7 +167,21 @@ class Membership:
         """Whether this process announces switches: it is rank 0 of the job."""
         return bool(self._job.processes) and self._job.processes[0] == self.uid
 
+    def waiting(self) -> tuple[str, ...]:
+        """Who has come and was not taken in yet, as far as rank 0 knows; any thread."""
+        return tuple(
+            uid
+            for uid in dict.fromkeys(self.arrivals)
+            if uid and uid not in self._job.processes and uid not in self.silent_waiting
+        )
+
     # -- main thread -------------------------------------------------------------------------
+
+    def taken(self, joiners: tuple[str, ...]) -> None:
+        """These were taken in: they wait no more, unless they come again."""
+        for index, uid in enumerate(self.arrivals):  # in place: the thread adds to the same list
+            if uid in joiners:
+                self.arrivals[index] = ""
 
     def at_boundary(self, iteration: int) -> Pending | None:
         """The switch that begins at this boundary, if one that is not of the schedule does."""
@@ -394,7 +408,8 @@ class Membership:
         self._num_notices += len(new)
         # Those of processes that have left since are of no use, and they may come back.
         self.notices = {*self.notices, *new} & set(self._job.processes)
-        if self.has_notice and not self.arrivals and set(self._job.processes) <= set(self.notices):
+        nobody_comes = self.pending is None and not self.waiting()
+        if self.has_notice and nobody_comes and set(self._job.processes) <= self.notices:
             self.directory.let_nobody_stay()
         for message in self.directory.requests(self._num_requests):
             number, self._num_requests = self._num_requests, self._num_requests + 1
@@ -412,13 +427,12 @@ class Membership:
 
     def _status(self) -> dict[str, Any]:
         pending, job = self.pending, self._job
-        waiting = [uid for uid in dict.fromkeys(self.arrivals) if uid not in job.processes]
         return {
             "iteration": job.iteration,
             "layout": str(job.layout),
             "world": len(job.processes),
             "members": list(job.processes),
-            "waiting": [uid for uid in waiting if uid not in self.silent_waiting],
+            "waiting": list(self.waiting()),
             "leaving": [uid for uid in self.notices if uid in job.processes],
             "switch": None if pending is None else pending.number,
         }

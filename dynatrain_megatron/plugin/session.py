@@ -40,7 +40,8 @@ from dynatrain_megatron.config import (
 )
 from dynatrain_megatron.elastic import connections, live
 from dynatrain_megatron.elastic.control import JobFile
-from dynatrain_megatron.elastic.store import JobStore, StoreAddress
+from dynatrain_megatron.elastic.reach import be_reached
+from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreOwner, node_of_launch
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.errors import (
     DynaTrainError,
@@ -97,6 +98,7 @@ class Session:
             self._joining = Joining(config, timeout_s=config.elastic.connect_timeout_s)
             self._joining.enter_fake_world()
             config = self._joining.config
+        self._meet_within_reach(config)
         self.config = config
         faults.arm(config.planned_faults())
         self._topology = None if config.topology == "auto" else read_topology_file(config.topology)
@@ -107,6 +109,7 @@ class Session:
         self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
         self._membership: Membership | None = None
         self._leader: Leader | None = None
+        self._store_owner = StoreOwner()
         self._launch: LaunchArguments | None = None
         self._launch_layout: ParallelLayout | None = None
         self._baseline: Namespace | None = None
@@ -121,6 +124,14 @@ class Session:
         self._saved_iteration: int | None = None
         self._save_pending = False
         self._split: SplitStateError | None = None
+
+    @staticmethod
+    def _meet_within_reach(config: DynaTrainConfig) -> None:
+        """Let others reach this process, before any group is made."""
+        elastic = config.elastic
+        given = elastic.join or (None if elastic.store == "auto" else elastic.store)
+        with contextlib.suppress(WorldError):  # a launch that does not say where
+            be_reached(StoreAddress.of_launch() if given is None else StoreAddress.parse(given))
 
     # -- before training ---------------------------------------------------------------------
 
@@ -276,7 +287,11 @@ class Session:
             card = card_of(job.store.job, self._launch, self.config)
             card.write(job.store.address, timeout_s=elastic.connect_timeout_s)
             JobFile(str(job.store.address), job.store.job, job.secret).write(self.log.run_dir)
-            progress(0, f"processes can join at {job.store.address}")
+            self._membership.directory.own(self._store_owner)
+            told = f"processes can join at {job.store.address}"
+            if self._store_owner.processes:
+                told += f", {self._store_owner.what}: it ends with that"
+            progress(0, told)
         self._membership.start()
         self._notice = Notice(elastic.leave_signal, self._membership, job.args)
 
@@ -296,7 +311,7 @@ class Session:
         """Wait until the job takes this process in; ends the process where the job ends first."""
         membership = self._membership
         assert membership is not None
-        membership.directory.arrive(membership.uid)
+        number = membership.directory.arrive(membership.uid)
         while True:
             print(f"[dynatrain] {membership.uid} waits to be taken into the job", flush=True)
             try:
@@ -306,11 +321,15 @@ class Session:
                 raise SystemExit(0) from None
             if pending.prepared is None:  # refused here: the others find out when they connect
                 membership.give_up(pending)
+                membership.directory.withdraw_arrival(number)
+                number = membership.directory.arrive(membership.uid)
                 continue
             self._boundary_s = time.perf_counter()
             self._due = _Due(pending, 0.0)
+            membership.directory.withdraw_arrival(number)
             if self._switch(job):
                 break
+            number = membership.directory.arrive(membership.uid)
         self._num_entries = max(1, self._num_entries)  # the run's first step was another's
         at = pending.posted.at
         self._steps = [
@@ -381,6 +400,7 @@ class Session:
                 timeout_s=self.config.elastic.timeout_s,
             )
             return job
+        elastic = self.config.elastic
         world = live.adopt(live.gather_uids(), groups.capture())
         processes = world.world.processes
         job.store = self._job_store(processes)
@@ -390,6 +410,10 @@ class Session:
             ends = [end for row in rows for end in json.loads(row)]
             world.connections = connections.Connections.among(made, ends)
         job.secret = live.gather(secrets.token_hex(16))[0]
+        nodes = live.gather(node_of_launch())
+        if elastic.store == "auto":
+            parks = elastic.on_leave is OnLeave.park
+            self._store_owner = StoreOwner.of_launch(processes, nodes, parks=parks)
         key = BuiltKey.of(job.layout, args, processes, world.world.backend)
         job.built = Built(key, world, Skeleton.of_launch(job), args)
         job.built.note_as_built()
@@ -571,6 +595,7 @@ class Session:
         try:
             with self._membership.switching(pending):
                 report = switch(job, target, self._options(), pending.prepared, pending.building)
+            self._membership.taken(pending.prepared.change.joiners)
         except (SwitchRefused, SwitchAborted) as refusal:
             pending.refused = str(refusal)
             self._membership.give_up(pending)

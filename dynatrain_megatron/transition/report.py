@@ -18,7 +18,7 @@ from dynatrain_megatron.planner.stages import Peak
 from dynatrain_megatron.transition.move import Move
 
 MOST_TENSORS_IN_EVENT = 1000
-_MOST_RANKS_IN_MATRIX = 64  # a number for each pair of ranks is more than a line of a log should be
+MOST_RANKS_IN_MATRIX = 64  # a number for each pair of ranks is more than a line of a log should be
 
 
 @dataclass
@@ -26,7 +26,8 @@ class SwitchReport:
     """What a switch did, as the event log tells it; equal on every rank but for local bytes.
 
     ``schedule`` is what placed the messages, never ``auto``, ``predicted_s`` what it says beside
-    the measured ``seconds["wire"]``. ``bytes_matrix`` is None with more than 64 ranks.
+    the measured ``seconds["wire"]``. ``bytes_matrix`` is from rank to rank of the bridge,
+    ``nodes`` has the node of each as the plan saw it; both are None with more than 64 ranks.
     ``state_fingerprints`` are those after the switch by state, of up to 1,000 logical tensors.
     """
 
@@ -49,6 +50,7 @@ class SwitchReport:
     fingerprint: dict[str, str] | None = None
     state_fingerprints: dict[str, str] | None = None
     bytes_matrix: list[list[int]] | None = None
+    nodes: list[int] | None = None
     placement: dict[str, Any] | None = None
     origin: str = "schedule"
     world: int = 0
@@ -120,5 +122,5 @@ def fill_in(
     report.rounds = plan.num_windows
     report.schedule = ", ".join(plan.windows_by)
     report.predicted_s = plan.predicted_s
-    if bridge.size <= _MOST_RANKS_IN_MATRIX:
+    if bridge.size <= MOST_RANKS_IN_MATRIX:
         report.bytes_matrix = plan.bytes_matrix.tolist()

@@ -81,6 +81,7 @@ from dynatrain_megatron.transition.prepare import (
     prepare,
 )
 from dynatrain_megatron.transition.report import (
+    MOST_RANKS_IN_MATRIX,
     MOST_TENSORS_IN_EVENT,
     Phases,
     SwitchReport,
@@ -280,6 +281,8 @@ class _Switch:
             if self.prepared.change.joiners:
                 job.rosters.clear()  # which those do not know
             planned = agree.planned(job, old, new, self._free, self.bridge, options)
+            if transport.size <= MOST_RANKS_IN_MATRIX:
+                self.report.nodes = list(planned.topology.node)
             steps = {} if source is None else source.state.steps()
             steps = agree.exchange_steps(steps, transport, timeout_s)
             if options.placement:
