@@ -28,7 +28,7 @@ from dynatrain_megatron.elastic import build as worlds
 from dynatrain_megatron.elastic import building, connections, records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
-from dynatrain_megatron.elastic.connections import Connections
+from dynatrain_megatron.elastic.connections import Connections, Ends
 from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.store import JobStore, store_errors
