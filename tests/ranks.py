@@ -193,6 +193,8 @@ def _start(world: int, fn: Callable[..., Any], args: Sequence[Any], log_dir: Pat
     ranks: list[_Rank] = []
     sys.stdout.flush()
     sys.stderr.flush()
+    # Garbage of the parent may hold threads, which a child does not have and cannot end.
+    gc.freeze()
     try:
         for rank in range(world):
             read_fd, write_fd = os.pipe()
