@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,9 +228,11 @@ class Membership:
             target = self._check(pending.posted)
             prepared = prepare(self._job, pending.posted.change, target)
             if self._overlaps and prepared.needs_building:
-                with suppress(WorldError):  # of an earlier one that has not ended yet
-                    pending.building = start_building(prepared, self._store, self._wire)
+                pending.building = start_building(prepared, self._store, self._wire)
             pending.prepared = prepared
+        except WorldError:  # an earlier build has not ended yet: again at the next boundary
+            if pending.is_scheduled:
+                pending.prepared = prepared
         except SwitchRefused as error:
             pending.refused = str(error)
             if not pending.is_scheduled:

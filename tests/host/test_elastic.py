@@ -206,7 +206,8 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
         last = driver.ask(layout={"tp": 2, "world": 2})
         assert last["state"] == "done", last
 
-    codes, _ = run_elastic(2, 3, FLAGS, [], tmp_path / "run", drive)
+    board = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"]
+    codes, _ = run_elastic(2, 3, [*FLAGS, *board], [], tmp_path / "run", drive)
     assert codes == [0] * 5
     events = around.events(tmp_path / "run")
     worlds = [(event["event"], event["target"], event["joined"], event["left"]) for event in events]
@@ -217,6 +218,9 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
     for step, other in zip(got, expected, strict=False):
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-6), step
         assert step["consumed_samples"] == other["consumed_samples"]
+    # The last rank writes the curve: five processes in turn, and no step twice or never.
+    curve = around.scalars(tmp_path / "board")["lm loss"]
+    assert sorted(step for step, _ in curve) == [step["iteration"] for step in got]
 
 
 @pytest.mark.host
