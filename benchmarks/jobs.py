@@ -140,7 +140,7 @@ def run_job[Result](argv: Sequence[str], body: Callable[[Job], Result]) -> Resul
     platform.install("cpu")  # before Megatron is imported
     from megatron.training import training
 
-    from dynatrain_megatron.plugin import attach, pretrain_gpt
+    from dynatrain_megatron.plugin import attach, entry, pretrain_gpt
 
     found: list[Result] = []
 
@@ -152,7 +152,7 @@ def run_job[Result](argv: Sequence[str], body: Callable[[Job], Result]) -> Resul
         return job.iteration, job.num_flops
 
     training.train = instead_of_training
-    config = pretrain_gpt.prepare([*argv, "--dynatrain", "platform=cpu"])
+    config = entry.prepare([*argv, "--dynatrain", "platform=cpu"])
     assert config is not None
     session = attach(config)
     pretrain_gpt._train()

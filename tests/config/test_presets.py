@@ -20,7 +20,7 @@ from dynatrain_megatron.config import (
 from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import read_topology_file
-from dynatrain_megatron.plugin.pretrain_gpt import prepare
+from dynatrain_megatron.plugin.entry import prepare
 from dynatrain_megatron.presets import FOLDER, Presets, take_config_dir
 from dynatrain_megatron.shapes import MODELS, read_model
 
