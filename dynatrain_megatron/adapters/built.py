@@ -251,6 +251,10 @@ class BuiltCache:
             self._dormant.pop(built.key)
         return lost
 
+    def groups(self) -> list[Held]:
+        """The process groups of all of them; two of one key where none was taken over."""
+        return [held for built in self._dormant for held in built.world.held.values()]
+
     def held(self) -> dict[GroupKey, Held]:
-        """The process groups of all of them."""
+        """A process group of each key that one of them has."""
         return all_held(built.world.held for built in self._dormant)

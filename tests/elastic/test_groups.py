@@ -53,9 +53,11 @@ class Member:
     def switch(self, asked: list[GroupKey], uids: tuple[str, ...], serial: int) -> None:
         """As ``hand_over`` does it, with groups alone."""
         layout = SimpleNamespace(processes=uids, groups=tuple(asked))
+        if self.built is not None and self.built.key == hashable(layout):
+            return  # a job that is in a layout does not switch to it
         woken = self.dormant.take(hashable(layout))
         held = {}
-        known = {**self.dormant.held(), **(self.built.world.held if self.built else {})}
+        known = self.dormant.held()  # never those in force
         for place, one in enumerate(asked):
             if woken is None and self.uid in one.members:
                 held[one] = known.get(one, (serial, place))
@@ -67,7 +69,7 @@ class Member:
         elif left is not None:
             ended.append(left)
         self.built = new
-        kept = {*self.dormant.held().values(), *new.world.held.values()}
+        kept = {*self.dormant.groups(), *new.world.held.values()}
         for gone in ended:
             self.alive -= set(gone.world.held.values()) - kept
 
@@ -119,6 +121,6 @@ def test_members_agree_and_hold_no_more_than_their_worlds_need(
             held = {members[uid].built.world.held[one] for uid in one.members}
             assert len(held) == 1, "members of one group hold different ones"
         for member in members.values():
-            needed = {*member.dormant.held().values(), *member.built.world.held.values()}
+            needed = {*member.dormant.groups(), *member.built.world.held.values()}
             assert member.alive == needed
             assert len(member.dormant) <= keep
