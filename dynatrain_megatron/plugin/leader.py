@@ -55,18 +55,13 @@ class Capacity:
         return pool[:world]
 
 
-def wanted_world(wanted: Any, launch: ParallelLayout) -> int | None:
-    """How many ranks a wanted layout has by its own words; None where it does not say."""
-    asked = read_changes(wanted)
-    if "world" in asked:
-        return int(str(asked["world"]))
-    if "dp" not in asked:
-        return None
-    sizes = (asked.get(axis, getattr(launch, axis)) for axis in ("tp", "pp", "cp", "dp"))
-    product = 1
-    for size in sizes:
-        product *= int(str(size))
-    return product
+def wanted_world(wanted: Any) -> int | None:
+    """How many ranks a wanted layout is to have; None where it does not say ``world``.
+
+    A ``dp`` that does not fit the ranks there are is a mistake and not a wish for other ranks.
+    """
+    world = read_changes(wanted).get("world")
+    return None if world is None else int(str(world))
 
 
 def shrunk(launch: ParallelLayout, current: ParallelLayout, world: int) -> Iterator[dict[str, Any]]:
@@ -180,7 +175,7 @@ class Leader:
         capacity, refused = self.capacity(), ""
         target = capacity.members
         try:
-            world = wanted_world(step.layout_changes, self._launch_layout)
+            world = wanted_world(step.layout_changes)
             if world is not None and world != len(capacity.members):
                 target = self._take(capacity, world)
         except (SwitchRefused, LayoutError) as error:
@@ -223,7 +218,7 @@ class Leader:
                 if capacity.leaving:
                     self._without_leavers(capacity, iteration)
                 return
-            world = wanted_world(answer, self._launch_layout) or len(capacity.members)
+            world = wanted_world(answer) or len(capacity.members)
             target = self._take(capacity, world)
             layout = self._feasible(answer, world)
         except (SwitchRefused, LayoutError) as refusal:
@@ -262,7 +257,7 @@ class Leader:
         try:
             request = _read_request(text)
             layout = request.get("layout", {})
-            world = request.get("world") or wanted_world(layout, self._launch_layout)
+            world = request.get("world") or wanted_world(layout)
             target = self._take(capacity, world or len(capacity.members))
             if "layout" not in request:
                 layout = self._same_degrees(len(target))

@@ -180,7 +180,7 @@ class Session:
         world = args.world_size
         for _, step in self._steps:
             try:
-                world = wanted_world(step.layout_changes, self._launch_layout) or world
+                world = wanted_world(step.layout_changes) or world
                 source = check_request(
                     step.layout_changes,
                     launch=self._launch,
@@ -469,7 +469,7 @@ class Session:
         index, step = self._steps[0]
         assert self._launch_layout is not None
         try:
-            world = wanted_world(step.layout_changes, self._launch_layout)
+            world = wanted_world(step.layout_changes)
             if world in (None, job.args.world_size):
                 layout = self._feasible(step.layout_changes, job.args.world_size)
                 if layout == job.layout:

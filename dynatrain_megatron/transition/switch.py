@@ -147,6 +147,7 @@ def switch(
         if run.frees.begun:
             with contextlib.suppress(WorldError):
                 attempt.abort(f"parts of the old state are gone, and then: {error}")
+            run.restore_host()
             run.bridge.end()
             raise SplitStateError(
                 f"the switch failed after parts of the old state had been freed: {error}; the "
@@ -471,6 +472,11 @@ class _Switch:
             f"{report.planned_peak_extra_bytes}, bound {report.bound_peak_extra_bytes})",
         )
 
+    def restore_host(self) -> None:
+        """Put arguments, groups, config and random streams back as they were; local."""
+        with contextlib.suppress(_Undone), self._context:
+            raise _Undone
+
     def undo(self) -> None:
         """Put the host back as it was and end all worlds but the one in force; local.
 
@@ -478,8 +484,7 @@ class _Switch:
         had dormant layouts is made anew when it is wanted.
         """
         job, worlds, ready = self.job, self.worlds, self._ready
-        with contextlib.suppress(_Undone), self._context:
-            raise _Undone
+        self.restore_host()
         for step in reversed(self._undo):
             step()
         # The layout taken out to be filled, and those still there: others may have got further.

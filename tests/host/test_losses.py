@@ -158,7 +158,7 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         # less where the transport carries state as it lies and needs no staging memory
         assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
-        assert timed | {"memory", "rebuild", "verify", "commit"} == set(event["seconds"])
+        assert timed | {"memory", "rebuild", "verify", "vote", "commit"} == set(event["seconds"])
         assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
     # the gradients dropped may outweigh all that comes: then a switch takes no memory at all
     assert max(event["peak_extra_bytes"] for event in events) > 0

@@ -205,7 +205,9 @@ def test_a_state_that_one_rank_cannot_describe_is_a_reason_to_refuse(tmp_path: P
     )
     (event,) = around.events(tmp_path)
     assert event["event"] == "refused"
-    assert event["reason"].startswith("rank 1: AssertionError: no such key in a very long")
+    assert event["reason"].startswith(
+        "rank 1: the state could not be described: AssertionError: no such key in a very long"
+    )
     assert len(event["reason"]) < 600
     assert [step["layout"] for step in around.steps(tmp_path)] == ["dp2"] * 4
 

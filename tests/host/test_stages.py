@@ -5,6 +5,7 @@ In the tours every state is checked against Megatron's own checkpoint; see :mod:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from itertools import pairwise
@@ -77,7 +78,7 @@ def measure(directory: Path) -> None:
 
     real, done = session.switch, []
 
-    def measured(job: Any, target: Any, options: Any) -> Any:
+    def measured(job: Any, target: Any, options: Any, *worlds: Any) -> Any:
         for tensor in oracle._state(job).values():
             if tensor.is_floating_point() and tensor.dim():
                 tensor.uniform_(0, 1e-3)  # memory that was never written to is none
@@ -85,7 +86,7 @@ def measure(directory: Path) -> None:
         memory.release_unused()
         assert memory.reset_peak_resident()
         begin = memory.resident_bytes()
-        report = real(job, target, dataclasses.replace(options, keep_source=keep))
+        report = real(job, target, dataclasses.replace(options, keep_source=keep), *worlds)
         done.append(memory.peak_resident_bytes() - begin)
         (directory / f"resident-{job.args.rank}.json").write_text(json.dumps(done))
         return report
@@ -142,10 +143,10 @@ def fail_at_stage(number: int, directory: Path) -> None:
             raise TransitionError("made to fail")
         check(*args, **kwargs)
 
-    def noted(job: Any, target: Any, options: Any) -> Any:
+    def noted(job: Any, target: Any, options: Any, *worlds: Any) -> Any:
         before = {name: tensor.clone() for name, tensor in oracle._state(job).items()}
         try:
-            return real(job, target, options)
+            return real(job, target, options, *worlds)
         except TransitionError as error:
             split = isinstance(error, SplitStateError)
             after = {} if split else oracle._state(job)
@@ -166,7 +167,7 @@ def fail_at_stage(number: int, directory: Path) -> None:
 def test_a_failure_goes_back_before_the_first_free_and_ends_the_job_after(
     stage: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankFailure) if stage else contextlib.nullcontext():
         run_megatron(
             2,
             [*TINY_LLAMA, "--bf16", *DISTRIBUTED, "--global-batch-size", "4"],
@@ -177,6 +178,7 @@ def test_a_failure_goes_back_before_the_first_free_and_ends_the_job_after(
     for rank in range(2):
         result = json.loads((tmp_path / f"failure-{rank}.json").read_text())
         assert result == {"split": bool(stage), "same": not stage, "layout": "dp2", "tp": 1}
-    assert [step["layout"] for step in around.steps(tmp_path)] == ["dp2"] * 2
+    steps = [step["layout"] for step in around.steps(tmp_path)]
+    assert steps == ["dp2"] * (2 if stage else 4)  # called off, the job trains on
     if stage:
         assert "state is split between two layouts" in (tmp_path / "rank0.log").read_text()
