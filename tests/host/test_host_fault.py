@@ -86,7 +86,7 @@ def compare_by_hand(directory: Path, *, load: bool) -> None:
 
     real = session.switch
 
-    def checked(job: Any, target: Any, options: Any) -> Any:
+    def checked(job: Any, target: Any, options: Any, *worlds: Any) -> Any:
         buckets = [len(b.buckets) for chunk in job.model for b in chunk.buffers]
         dtypes = [str(b.param_dtype) for chunk in job.model for b in chunk.buffers]
         truth = gathered_by_hand(job)
@@ -95,7 +95,7 @@ def compare_by_hand(directory: Path, *, load: bool) -> None:
             host_error = ""
         except RuntimeError as error:
             host_error = str(error)
-        report = real(job, target, options)
+        report = real(job, target, options, *worlds)
         ours = held_now(job)
         wrong = [name for name, value in ours.items() if not torch.equal(value, truth[name])]
         result = {

@@ -153,7 +153,8 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         )
         assert event["fingerprint"]["before"] == event["fingerprint"]["after"]
         # one layout is kept: the launch's is gone again when the last switch goes back to it
-        assert event["groups"]["created"] > 0 and event["groups"]["reused"] == 0
+        assert event["groups"]["created"] > 0
+        assert (event["groups"]["reused"] > 0) == (number >= 1)  # of the one that is kept
         assert (event["groups"]["destroyed"] > 0) == (number >= 1)
         # less where the transport carries state as it lies and needs no staging memory
         assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
