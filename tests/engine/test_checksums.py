@@ -92,7 +92,7 @@ def test_every_single_bit_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("small")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_a_plain_sum_would_not_see_is_seen(data: st.DataObject) -> None:
     """Words that change places, signs that change in pairs, zeros instead of the end."""
@@ -138,7 +138,7 @@ def moved(
     return ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.one_of(mixed_cases(TENSORS), mixed_cases(), shared_cases(5)),
     st.sampled_from([100, 400, 1 << 20]),
@@ -151,7 +151,7 @@ def test_sound_messages_pass(case: Case, staging: int, gap: int, hosts: list[int
     assert set(on_threads(len(case.before), body, hosts)) == {""}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.one_of(mixed_cases(TENSORS), shared_cases(5)),
     st.sampled_from([100, 1 << 20]),
@@ -183,7 +183,7 @@ def test_a_flipped_bit_in_a_message_is_named_on_all_ranks(
     assert any(found[4].startswith(name) for name in names)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.one_of(mixed_cases(TENSORS), shared_cases(5)),
     st.lists(st.integers(0, 2), min_size=5, max_size=5),

@@ -130,7 +130,7 @@ def move(
 
 
 @given(case=mixed_cases(), gap=st.sampled_from([0, 3]), same_host=st.booleans())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_plan_bound_once_carries_again_what_had_no_memory_between(
     case: Case, gap: int, same_host: bool
 ) -> None:
@@ -161,7 +161,7 @@ def assert_within(
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.one_of(mixed_cases(TENSORS), mixed_cases(), irregular_cases(), shared_cases(5)),
     st.sampled_from([16, 100, 400, 1 << 20]),
@@ -180,7 +180,7 @@ def test_every_element_arrives(
         assert_holds_its_values(fragments)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.one_of(mixed_cases(TENSORS), mixed_cases(), shared_cases(5)),
     st.sampled_from([100, 400, 1 << 20]),
@@ -332,7 +332,7 @@ def test_what_must_be_packed_to_be_read_takes_turns_in_staging_memory() -> None:
     assert_holds_its_values(target[1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mixed_cases(TENSORS), st.data())
 def test_fingerprint_does_not_depend_on_the_layout_and_sees_any_flipped_bit(
     case: Case, data: st.DataObject

@@ -38,7 +38,7 @@ def content(tensor: torch.Tensor) -> bytes:
 
 
 @given(views())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_rows_are_the_tensors_bytes_in_row_major_order(view: torch.Tensor) -> None:
     rows = Rows.of(view)
     spans = rows.spans()
@@ -49,7 +49,7 @@ def test_rows_are_the_tensors_bytes_in_row_major_order(view: torch.Tensor) -> No
 
 
 @given(views(), st.data())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_what_is_read_fills_spans_of_any_other_shape(
     there: torch.Tensor, data: st.DataObject
 ) -> None:

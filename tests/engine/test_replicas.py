@@ -61,7 +61,7 @@ def test_equal_replicas_pass_and_a_flipped_bit_of_one_is_named(
         assert told.endswith(f": rank {rank} differs from rank {others}")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.one_of(irregular_cases(), mixed_cases()))
 def test_replicas_are_all_that_several_ranks_hold(case: Case) -> None:
     rosters = case.source

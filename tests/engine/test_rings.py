@@ -42,7 +42,7 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(max(1, tensor.nbytes), 3, dtype=torch.uint8)[: tensor.nbytes, 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(views(), min_size=1, max_size=3)), max_size=5),
     st.randoms(use_true_random=False),

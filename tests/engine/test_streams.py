@@ -205,7 +205,7 @@ def run_queued(case: Case, staging: int, eager: Sequence[bool], window_ops: int 
         return on_threads(plan.num_ranks, body)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.one_of(mixed_cases(TENSORS), irregular_cases(), shared_cases(5)),
     st.sampled_from([100, 400, 1 << 20]),
@@ -269,7 +269,7 @@ def test_transports_reach_memory_of_their_own_kind_and_only_gpus_need_streams() 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="there is no NVIDIA device")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mixed_cases(TENSORS), st.sampled_from([100, 1 << 20]))
 def test_every_element_arrives_on_a_gpu_and_beside_it(case: Case, staging: int) -> None:
     plan = case.plan(options=PlanOptions(staging))

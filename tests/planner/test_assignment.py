@@ -26,7 +26,7 @@ def value(table: np.ndarray, column: np.ndarray) -> int:
     return sum(int(table[row, at]) for row, at in enumerate(column.tolist()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(tables())
 def test_no_permutation_is_worth_more(worth: np.ndarray) -> None:
     for table, column in zip(worth, assign(worth), strict=True):
@@ -34,7 +34,7 @@ def test_no_permutation_is_worth_more(worth: np.ndarray) -> None:
         assert value(table, column) == max(value(table, np.array(p)) for p in permutations)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tables())
 def test_a_table_does_not_depend_on_the_others(worth: np.ndarray) -> None:
     alone = [assign(table[None])[0].tolist() for table in worth]

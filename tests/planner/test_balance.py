@@ -47,7 +47,7 @@ def owners(chosen: Classes) -> np.ndarray:
     return np.repeat(np.arange(len(chosen)), np.diff(chosen.first))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     classes(), st.lists(st.integers(0, 500), min_size=8, max_size=8), st.sampled_from([1, 2, None])
 )
@@ -59,7 +59,7 @@ def test_all_is_shared_out(chosen: Classes, load: list[int], width: int | None) 
     assert np.bincount(owners(chosen), amount, len(chosen)).tolist() == chosen.nbytes.tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(classes(), st.lists(st.integers(0, 500), min_size=8, max_size=8))
 def test_nothing_is_sent_by_one_that_is_busier_than_another_candidate(
     chosen: Classes, load: list[int]

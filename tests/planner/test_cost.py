@@ -77,7 +77,7 @@ topologies = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(links(32), topologies, st.sampled_from([300, 5_000, 1 << 28]), st.sampled_from([1, 2, 256]))
 def test_auto_is_the_least_of_all_and_nothing_beats_its_bounds(
     drawn: tuple[int, Links],
@@ -109,7 +109,7 @@ def test_auto_is_the_least_of_all_and_nothing_beats_its_bounds(
         assert all(other.predicted_s >= busiest - rounding_s for other in others)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(links(32), st.booleans(), st.sampled_from([500, 1 << 28]))
 def test_rounds_at_once_are_rounds_window_by_window(
     drawn: tuple[int, Links], xor: bool, staging_bytes: int

@@ -64,25 +64,25 @@ def assert_laws(case: Case, topology: Topology | None = None) -> None:
     assert plan.moved_bytes + plan.retained_bytes == wanted
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(irregular_cases())
 def test_the_laws_hold_for_irregular_rosters(case: Case) -> None:
     assert_laws(case)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(mixed_cases())
 def test_the_laws_hold_where_each_layer_is_laid_out_in_its_own_way(case: Case) -> None:
     assert_laws(case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(layout_cases())
 def test_the_laws_hold_for_random_layouts(case: Case) -> None:
     assert_laws(case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     shared_cases(),
     st.lists(st.integers(0, 2), min_size=6, max_size=6),
@@ -117,7 +117,7 @@ def test_a_switch_to_the_same_layout_moves_nothing(layout: ParallelLayout) -> No
     assert plan.max_send_bytes == plan.max_recv_bytes == plan.num_windows == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(irregular_cases())
 def test_what_a_rank_holds_is_retained(case: Case) -> None:
     source, target = case.source, case.target
@@ -130,7 +130,7 @@ def test_what_a_rank_holds_is_retained(case: Case) -> None:
         assert own.all() if routes.src[i] == routes.dst[i] else not own.any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(irregular_cases(max_ranks=6), st.data())
 def test_a_piece_comes_from_a_nearest_holder(case: Case, data: st.DataObject) -> None:
     source, target = case.source, case.target
@@ -153,7 +153,7 @@ def test_a_piece_comes_from_a_nearest_holder(case: Case, data: st.DataObject) ->
         assert topology.distance(int(routes.src[i]), dst) == nearest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(irregular_cases(max_ranks=6))
 def test_the_first_holder_sends_all_where_nothing_is_shared_out(case: Case) -> None:
     source = case.source
@@ -172,7 +172,7 @@ def test_the_first_holder_sends_all_where_nothing_is_shared_out(case: Case) -> N
         assert int(pieces.src[i]) == first
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(irregular_cases())
 def test_a_unique_cover_counts_each_held_element_once(case: Case) -> None:
     source = case.source
@@ -284,7 +284,7 @@ def test_what_its_holders_send_in_time_is_not_relayed() -> None:
     assert len(case.plan(Topology((0,) * 4, None, Speeds(operation_s=0))).passes) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(shared_cases(), st.lists(st.integers(0, 1), min_size=6, max_size=6))
 def test_an_element_crosses_into_a_node_once(case: Case, nodes: list[int]) -> None:
     source, target = case.source, case.target
@@ -328,7 +328,7 @@ def test_a_relay_of_what_has_not_come_yet_is_found() -> None:
 # ------------------------------------------------------------------ what is refused
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(irregular_cases(), st.data())
 def test_an_element_nobody_holds_is_refused_by_name(case: Case, data: st.DataObject) -> None:
     target = case.target
@@ -453,6 +453,6 @@ def test_a_target_with_less_or_more_than_the_source_is_named() -> None:
 
 
 @given(layout_cases())
-@settings(max_examples=50)
+@settings(max_examples=40)
 def test_layouts_of_one_model_hold_the_same(case: Case) -> None:
     check_nothing_lost(RosterSet.merge(case.before), RosterSet.merge(case.after))

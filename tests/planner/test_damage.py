@@ -122,7 +122,7 @@ def said_of(passes: list[Routes], case: Case, rank: int | None = None) -> str:
     return ""
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=125, deadline=None)
 @given(CASES, st.data())
 def test_a_damaged_plan_is_found_and_a_sound_one_is_not(case: Case, data: st.DataObject) -> None:
     passes = passes_of(case)
@@ -134,7 +134,7 @@ def test_a_damaged_plan_is_found_and_a_sound_one_is_not(case: Case, data: st.Dat
     assert not said or NAMED.fullmatch(said.replace("\n", " ")), said
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(CASES, st.data())
 def test_what_is_wrong_is_found_by_a_rank_that_proves_its_own_part(
     case: Case, data: st.DataObject
@@ -183,7 +183,7 @@ def small_case() -> tuple[Case, Routes]:
     return case, routes
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(CASES, st.sampled_from([16, 1 << 20]), st.data())
 def test_a_piece_in_no_message_or_in_another_is_found(
     case: Case, staging: int, data: st.DataObject
@@ -253,7 +253,7 @@ def elements(rosters: RosterSet) -> set[tuple[str, tuple[int, ...]]]:
     return found
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(mixed_cases(), st.booleans(), st.data())
 def test_a_damaged_roster_is_found_unless_another_rank_has_the_same(
     case: Case, in_source: bool, data: st.DataObject
@@ -273,7 +273,7 @@ def test_a_damaged_roster_is_found_unless_another_rank_has_the_same(
         assert whole
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(mixed_cases(), st.data())
 def test_what_is_lost_is_named(case: Case, data: st.DataObject) -> None:
     changed = Case(case.before, data.draw(damaged_rosters(case.after)))

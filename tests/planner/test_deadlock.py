@@ -64,7 +64,7 @@ def test_everyone_to_everyone_finishes(kind: EngineSchedule, num_ranks: int) -> 
     simulate(programs_of(num_ranks, every, messages), slots=16)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     links(),
     st.sampled_from(EngineSchedule),

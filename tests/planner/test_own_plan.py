@@ -97,7 +97,7 @@ topologies = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.one_of(irregular_cases(max_ranks=6), mixed_cases(max_ranks=6), shared_cases()),
     topologies,
@@ -167,7 +167,7 @@ def test_own_plans_of_large_models(model: str, source: str, target: str) -> None
     assert plans[0].moved_bytes == sum(plan.lower_bound_bytes for plan in plans) > 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(irregular_cases())
 def test_a_ranks_cover_is_its_part_of_the_whole(case: Case) -> None:
     whole = unique_cover(case.source)

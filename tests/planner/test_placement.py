@@ -56,7 +56,7 @@ def retained(case: Case, process_of_rank: Sequence[int]) -> int:
 # ------------------------------------------------------------------ the best there is
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(CASES, st.data())
 def test_within_the_rule_no_permutation_keeps_more(case: Case, data: st.DataObject) -> None:
     number = len(case.before)
@@ -139,7 +139,7 @@ def replicated(draw: st.DrawFn) -> tuple[Topology, Held, Held]:
     return Topology.of_nodes(width * number, width), before, side()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(replicated())
 def test_among_nodes_that_are_alike_no_permutation_keeps_more(
     world: tuple[Topology, Held, Held],
@@ -174,7 +174,7 @@ def check_plan(source: RosterSet, target: RosterSet, topology: Topology, found: 
     assert after.retained_bytes - before.retained_bytes == found.saved_bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(CASES, st.data())
 def test_plans_agree(case: Case, data: st.DataObject) -> None:
     topology = data.draw(topologies(len(case.before)))
@@ -192,7 +192,7 @@ def test_plans_of_layouts_agree() -> None:
     assert less >= 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(CASES, st.data())
 def test_a_permuted_set_is_that_of_permuted_rosters(case: Case, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(case.after))))

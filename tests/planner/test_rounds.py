@@ -54,7 +54,7 @@ def test_xor_pairs_a_rank_with_itself_xor_the_round() -> None:
     assert (every.src ^ (xor_rounds(every) + 1) == every.dst).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     links(),
     st.sampled_from(KINDS),

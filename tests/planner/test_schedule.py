@@ -64,7 +64,7 @@ def _assert_well_formed(plan: Plan, schedule: Schedule, bounds: PlanOptions) -> 
     assert set(schedule.window.tolist()) == set(range(schedule.num_windows))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(irregular_cases(), BOUNDS)
 def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOptions) -> None:
     plan = case.plan(options=bounds)
@@ -73,7 +73,7 @@ def test_schedules_are_well_formed_bounded_and_finish(case: Case, bounds: PlanOp
     carry_out(plan, case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     shared_cases(),
     st.lists(st.integers(0, 1), min_size=6, max_size=6),
@@ -92,7 +92,7 @@ def test_relays_are_well_formed_bounded_and_finish(
     carry_out(plan, case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(irregular_cases(), BOUNDS)
 def test_bounds_change_messages_and_not_what_moves(case: Case, bounds: PlanOptions) -> None:
     free, bounded = case.plan(), case.plan(options=bounds)
@@ -151,7 +151,7 @@ def assert_equal(a: Plan, b: Plan) -> None:
                 assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(irregular_cases(), BOUNDS)
 def test_every_rank_makes_the_same_plan_from_what_it_received(
     case: Case, bounds: PlanOptions

@@ -44,7 +44,7 @@ def part(case: Case, found: Stages, number: int) -> Case:
     return Case(sides[0], sides[1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.one_of(mixed_cases(), irregular_cases()), st.sampled_from([1 << 30, 500, 1, 0]))
 def test_stages_together_are_the_whole_and_none_needs_another(case: Case, work: int) -> None:
     """With little work allowed, units are put together before they are put in order."""
