@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from dynatrain_megatron.layout import ModelShape, ParallelLayout
-from dynatrain_megatron.shapes import Model
+from dynatrain_megatron.shapes import Model, model_shape
 
 RESERVED = 0.08
 """Share of a GPU's memory that no estimate may use."""
@@ -61,17 +61,9 @@ class Workload:
     @property
     def shape(self) -> ModelShape:
         """The sizes that a layout must divide."""
-        model = self.model
-        return ModelShape(
-            num_layers=model.num_layers,
-            num_heads=model.heads,
-            num_query_groups=model.groups,
-            num_experts=None if model.experts is None else model.experts.count,
-            padded_vocab_size=model.vocab,
+        return replace(
+            model_shape(self.model),
             global_batch_size=self.global_batch_size,
-            hidden_size=model.hidden,
-            ffn_hidden_size=model.ffn,
-            moe_ffn_hidden_size=None if model.experts is None else model.experts.ffn,
             seq_length=self.seq_length,
         )
 

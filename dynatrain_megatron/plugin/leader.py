@@ -7,10 +7,12 @@ switch is possible is checked before it is announced, and again by each process.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,26 +66,21 @@ def wanted_world(wanted: Any) -> int | None:
     return None if world is None else int(str(world))
 
 
-def shrunk(launch: ParallelLayout, current: ParallelLayout, world: int) -> Iterator[dict[str, Any]]:
-    """Layouts of ``world`` ranks to try in turn: as close to the current one as can be."""
+def closest(current: ParallelLayout, world: int) -> list[dict[str, int]]:
+    """Layouts of ``world`` ranks to try in turn: ``current``'s degrees, then parts of them.
+
+    Those that keep the most of its model parallelism come first.
+    """
     axes = ("tp", "pp", "cp", "ep")
-    seen: list[dict[str, Any]] = []
-    degrees = [1, 2, 4, 8, 16, 3, 6, 12]
-    bases = [{axis: getattr(base, axis) for axis in axes} for base in (current, launch)]
-    smaller = [
-        {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-        for cp in degrees
-        for ep in degrees
-        for pp in degrees
-        for tp in degrees
-        if tp <= current.tp and pp <= current.pp and cp <= current.cp and ep <= current.ep
+    parts = ([d for d in range(getattr(current, axis), 0, -1) if not getattr(current, axis) % d]
+             for axis in axes)  # fmt: skip
+    found = [dict(zip(axes, degrees, strict=True)) for degrees in itertools.product(*parts)]
+    found.sort(key=lambda wanted: -math.prod(wanted.values()))
+    return [
+        wanted | {"world": world}
+        for wanted in found
+        if world % (wanted["tp"] * wanted["pp"] * wanted["cp"]) == 0
     ]
-    smaller.sort(key=lambda wanted: -wanted["tp"] * wanted["pp"] * wanted["cp"] * wanted["ep"])
-    for wanted in [*bases, *smaller]:
-        model = wanted["tp"] * wanted["pp"] * wanted["cp"]
-        if world % model == 0 and wanted not in seen:
-            seen.append(wanted)
-            yield {**wanted, "world": world}
 
 
 class Leader:
@@ -237,7 +234,7 @@ class Leader:
         if capacity == self._stuck:
             return
         for world in range(len(capacity.available), 0, -1):
-            for wanted in shrunk(self._job.layout, self._job.layout, world):
+            for wanted in closest(self._job.layout, world):
                 try:
                     target = self._take(capacity, world)
                     self._feasible(wanted, world)
@@ -276,7 +273,7 @@ class Leader:
     def _same_degrees(self, world: int) -> dict[str, Any]:
         """The first layout of so many ranks that can be, as close to the current one as can be."""
         reason: SwitchRefused | None = None
-        for wanted in shrunk(self._job.layout, self._job.layout, world):
+        for wanted in closest(self._job.layout, world):
             try:
                 self._feasible(wanted, world)
             except SwitchRefused as refusal:

@@ -57,9 +57,10 @@ class Notice:
         self._write.close()
 
     def _listen(self, number: int) -> None:
-        while numbers := self._read.recv(64):
-            if number not in numbers:
-                continue
-            if self._membership.has_notice or not self._membership.can_leave():
-                os._exit(128 + number)  # nobody would go on: as without a handler
-            self._membership.has_notice = True
+        with self._read:
+            while numbers := self._read.recv(64):
+                if number not in numbers:
+                    continue
+                if self._membership.has_notice or not self._membership.can_leave():
+                    os._exit(128 + number)  # nobody would go on: as without a handler
+                self._membership.has_notice = True

@@ -606,8 +606,7 @@ class Session:
             raise
         except TransitionError as error:
             raise TransitionError(f"{error}{self._last_checkpoint(job)}") from error
-        finally:
-            self._membership.conclude(pending)
+        self._membership.conclude(pending)
         self._num_switches += 1
         self._membership.forget_before(pending.posted.change)
         job.args.iteration = job.iteration

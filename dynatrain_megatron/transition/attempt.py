@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.store import JobStore, store_errors
-from dynatrain_megatron.errors import SwitchAborted, TransitionError
+from dynatrain_megatron.errors import SwitchAborted, TransitionError, WorldError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -30,11 +30,16 @@ _REASON_CHARS = 1000
 
 
 class Attempt:
-    """This process's part in deciding on ``change``; ``uid`` is its own. Any thread."""
+    """This process's part in deciding on ``change``; ``uid`` is its own. Any thread.
+
+    ``in_doubt`` says that this process has voted and does not know the outcome: others may have
+    committed, so it must neither commit nor go back.
+    """
 
     def __init__(self, store: JobStore, change: Change, uid: str) -> None:
         self.change = change
         self.uid = uid
+        self.in_doubt = False
         self._store = store
 
     def vote(self, *, timeout_s: float) -> None:
@@ -43,17 +48,27 @@ class Attempt:
         Raises :class:`SwitchAborted` where it is not, :class:`TransitionError` where the store is
         gone, so that nobody can know: then the process must end.
         """
-        client = self._client()
-        with store_errors("the vote on the switch cannot be known: the store is gone"):
-            if client.add(self._key("votes"), 1) == len(self.change.processes):
-                self._decide(client, _COMMIT)
-            elif not self._waited(client, "decision", timeout_s):
-                self._decide(
-                    client, f"{_ABORT}{self.uid} waited {timeout_s:g} s for the others' votes"
-                )
-            outcome = bytes(client.get(self._key("decision"))).decode()
+        try:
+            outcome = self._outcome(timeout_s)
+        except WorldError as error:
+            raise TransitionError(
+                f"{error}; others may have committed the switch, so this process ends"
+            ) from error
+        self.in_doubt = False
         if outcome != _COMMIT:
             raise SwitchAborted(outcome.removeprefix(_ABORT))
+
+    def _outcome(self, timeout_s: float) -> str:
+        client = self._client()
+        self.in_doubt = True
+        with store_errors("the outcome of the vote cannot be known: the store is gone"):
+            if client.add(self._key("votes"), 1) == len(self.change.processes):
+                return self._decide(client, _COMMIT)
+            if self._waited(client, "decision", timeout_s):
+                return bytes(client.get(self._key("decision"))).decode()
+            return self._decide(
+                client, f"{_ABORT}{self.uid} waited {timeout_s:g} s for the others' votes"
+            )
 
     def abort(self, reason: str) -> str:
         """This process has not voted and will not: returns why the attempt ends, as all know it."""

@@ -113,8 +113,8 @@ def switch(
     Raises :class:`SwitchRefused` where the switch cannot be (nothing was changed),
     :class:`SwitchAborted` where it was called off on all processes (the old state is intact, the
     host's globals are put back), :class:`TransitionError` where a process does not come back from
-    that, and :class:`SplitStateError` where something fails after parts of the old state were
-    freed: the job must end then.
+    that or the outcome of the vote cannot be known, and :class:`SplitStateError` where something
+    fails after parts of the old state were freed: with these two the job must end.
     """
     if job.store is None:
         raise SwitchRefused(
@@ -144,6 +144,8 @@ def switch(
         _give_up(run, attempt, str(refusal))
         raise
     except Exception as error:
+        if attempt.in_doubt:
+            raise
         if run.frees.begun:
             with contextlib.suppress(WorldError):
                 attempt.abort(f"parts of the old state are gone, and then: {error}")

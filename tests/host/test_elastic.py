@@ -187,11 +187,11 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.host
 def test_two_four_three_others_two(tmp_path: Path) -> None:
     """Two join, one leaves, rank 0 is told to go while another joins, and it shrinks again."""
-    static = run_megatron(2, [*FLAGS, "--train-iters", "60"], [], tmp_path / "static")
+    static = run_megatron(2, [*FLAGS, "--train-iters", "160"], [], tmp_path / "static")
 
     def drive(driver: Driver) -> None:
-        driver.let_start(2, 3)
-        driver.wait_for_arrivals(2)
+        driver.let_start(2, 3, 4)  # all at once: what follows takes few steps
+        driver.wait_for_arrivals(3)
         grown = driver.ask(layout={"tp": 2, "world": 4})
         assert grown["state"] == "done", grown
         in_place = driver.ask(layout={"tp": 1, "pp": 2, "world": 4})
@@ -199,9 +199,7 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
         # Over the bridge of the switch before; who leaves builds nothing.
         shrunk = driver.ask(layout={"tp": 1, "world": 3})
         assert shrunk["state"] == "done", shrunk
-        driver.let_start(4)
-        driver.wait_for_arrivals(3)
-        os.kill(driver.pid(0), signal.SIGTERM)
+        os.kill(driver.pid(0), signal.SIGTERM)  # one still waits, and is taken in for it
         driver.wait_until("rank 0 is gone", lambda: len(around.events(tmp_path / "run")) == 4)
         last = driver.ask(layout={"tp": 2, "world": 2})
         assert last["state"] == "done", last
@@ -210,11 +208,12 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
     codes, _ = run_elastic(2, 3, [*FLAGS, *board], [], tmp_path / "run", drive)
     assert codes == [0] * 5
     events = around.events(tmp_path / "run")
-    worlds = [(event["event"], event["target"], event["joined"], event["left"]) for event in events]
-    print(worlds)
-    assert [event["ok"] for event in events] == [True] * 5
+    assert [(event["joined"], event["left"]) for event in events] == [
+        (2, 0), (0, 0), (0, 1), (1, 1), (0, 1)
+    ]  # fmt: skip
     got, expected = steps_of(tmp_path / "run"), steps_of(static.run_dir)
     assert [step["iteration"] for step in got] == list(range(1, len(got) + 1))
+    assert len(got) <= len(expected)  # every step after every switch is held against the other run
     for step, other in zip(got, expected, strict=False):
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-6), step
         assert step["consumed_samples"] == other["consumed_samples"]

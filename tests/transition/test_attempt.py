@@ -1,0 +1,85 @@
+"""How a switch is decided: one outcome for all, and nobody goes back who may have committed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.elastic.store import JobStore, StoreServer
+from dynatrain_megatron.errors import SwitchAborted, TransitionError, WorldError
+from dynatrain_megatron.transition.attempt import Attempt
+
+CHANGE = Change(1, ("a", "b"), ("b", "c"), bridge_id=1, world_id=2)
+
+
+@pytest.fixture
+def attempts() -> Iterator[dict[str, Attempt]]:
+    """The attempt as each of its processes sees it."""
+    server = StoreServer("127.0.0.1")
+    store = JobStore(server.address, "job", timeout_s=5)
+    yield {uid: Attempt(store, CHANGE, uid) for uid in CHANGE.processes}
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returns or raises, in threads of their own: each has its own client."""
+
+    def run(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def vote(attempt: Attempt) -> Callable[[], None]:
+    return lambda: attempt.vote(timeout_s=5)
+
+
+def test_all_commit_when_all_have_voted(attempts: dict[str, Attempt]) -> None:
+    assert at_once(*(vote(each) for each in attempts.values())) == [None] * 3
+    assert not any(each.in_doubt or each.is_aborted for each in attempts.values())
+
+
+def test_one_that_fails_keeps_all_from_committing(attempts: dict[str, Attempt]) -> None:
+    a, b, c = attempts.values()
+    found = at_once(vote(a), vote(b), lambda: c.abort("no  room\n here"))
+    assert found[2] == "c: no room here"
+    assert [(type(each), str(each)) for each in found[:2]] == [(SwitchAborted, found[2])] * 2
+    assert b.abort("too late") == found[2]  # the first that is written stands
+    assert a.is_aborted and not a.in_doubt
+
+
+def test_who_waits_in_vain_calls_it_off(attempts: dict[str, Attempt]) -> None:
+    with pytest.raises(SwitchAborted, match=r"a waited 0\.2 s for the others' votes"):
+        attempts["a"].vote(timeout_s=0.2)
+    with pytest.raises(SwitchAborted, match="a waited"):
+        attempts["b"].vote(timeout_s=5)
+
+
+def test_an_outcome_that_cannot_be_read_is_nobody_s_to_guess(
+    attempts: dict[str, Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any) -> bool:
+        raise WorldError("the store is gone")
+
+    monkeypatch.setattr(attempts["a"], "_waited", lost)
+    with pytest.raises(TransitionError, match="others may have committed"):
+        attempts["a"].vote(timeout_s=5)
+    assert attempts["a"].in_doubt
+
+
+def test_the_roll_names_who_is_not_back(attempts: dict[str, Attempt]) -> None:
+    with pytest.raises(TransitionError, match=r"called off b did not come back within 0\.2 s"):
+        attempts["a"].call_roll(timeout_s=0.2)
+    thread = threading.Thread(target=lambda: attempts["b"].call_roll(timeout_s=5))
+    thread.start()
+    attempts["a"].call_roll(timeout_s=5)  # one that was to join is not waited for
+    thread.join(5)
+    assert not thread.is_alive()
