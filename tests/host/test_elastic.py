@@ -280,7 +280,6 @@ def test_parked_faulty_and_moved_elsewhere(tmp_path: Path) -> None:
     assert "this process cannot join: hidden_size is 64 in the job and 128 here" in told
     assert seen["lost"]["state"] in ("called off", "refused"), seen
     assert seen["steps"] > 0
-    print(seen)
     events = [event for event in around.events(tmp_path / "run") if event["ok"]]
     assert [event["world"] for event in events] == [1, 2, 2]
     # The last of them was told by a process that had just come.
@@ -288,6 +287,26 @@ def test_parked_faulty_and_moved_elsewhere(tmp_path: Path) -> None:
     assert 0 < events[0]["iteration"] < events[1]["iteration"] < events[2]["iteration"]
     steps = steps_of(tmp_path / "run")
     assert [step["iteration"] for step in steps] == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.host
+def test_a_policy_follows_who_comes_and_who_goes(tmp_path: Path) -> None:
+    """Nobody asks for anything: one more process is taken in, one told to go is let go."""
+
+    def drive(driver: Driver) -> None:
+        driver.let_start(2)
+        driver.wait_until("it is taken in", lambda: len(driver.members()) == 3)
+        os.kill(driver.pid(1), signal.SIGTERM)
+        driver.wait_until("one has left", lambda: len(driver.members()) == 2)
+
+    policy = "policy=dynatrain_megatron.policies:follow_capacity"
+    codes, _ = run_elastic(2, 1, FLAGS, [policy], tmp_path / "run", drive)
+    assert codes == [0] * 3
+    events = around.events(tmp_path / "run")
+    assert [(event["ok"], event["origin"], event["world"]) for event in events] == [
+        (True, "policy", 3),
+        (True, "policy", 2),
+    ]
 
 
 def alive(pid: int) -> bool:
