@@ -9,15 +9,22 @@ ten thousand, are not counted.
 from __future__ import annotations
 
 import argparse
-import ast
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from dynatrain_megatron.advisor.workload import ElementBytes, Recompute, Workload
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes import Model
-from dynatrain_megatron.shapes.models import Experts, LatentAttention
+from dynatrain_megatron.shapes.flags import (
+    FlagParser,
+    count,
+    default_ffn,
+    experts,
+    flag_of,
+    latent_attention,
+    padded_vocab,
+)
 
 _FLOAT32, _HALF = 4, 2
 
@@ -64,28 +71,21 @@ _TEXTS = {
     "hybrid_override_pattern": None,
 }
 _SGD_MOMENTUM = 0.9
-_LARGEST = 1 << 40  # more than any size; keeps products printable
-_MOST_LAYERS = 10_000
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"Megatron flags: {message}")
 
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """The flags that count, under Megatron's names; raises ConfigError for values of no use."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    for name, count in _COUNTS.items():
-        parser.add_argument(_flag(name), type=_count, default=count)
+    parser = FlagParser()
+    for name, default in _COUNTS.items():
+        parser.add_argument(flag_of(name), type=count, default=default)
     for name in _SWITCHES:
-        parser.add_argument(_flag(name), action="store_true")
+        parser.add_argument(flag_of(name), action="store_true")
     for name, text in _TEXTS.items():
-        parser.add_argument(_flag(name), default=text)
-    parser.add_argument(_flag("sgd_momentum"), type=float, default=_SGD_MOMENTUM)
+        parser.add_argument(flag_of(name), default=text)
+    parser.add_argument(flag_of("sgd_momentum"), type=float, default=_SGD_MOMENTUM)
     args, _ = parser.parse_known_args(list(argv))
     needed = (*_NEEDED, "vocab_size", "seq_length")
-    missing = [_flag(name) for name in needed if getattr(args, name) is None]
+    missing = [flag_of(name) for name in needed if getattr(args, name) is None]
     if missing:
         raise ConfigError(
             f"Megatron flags: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
@@ -125,11 +125,11 @@ def workload_of(args: Any, launched: Any = None) -> Workload:
         value = getattr(args, name, None)
         if value:
             raise ConfigError(
-                f"{_flag(name)} {value}: the memory of such a model is not estimated; leave it out "
-                f"for an estimate without it, or name layouts yourself"
+                f"{flag_of(name)} {value}: the memory of such a model is not estimated; leave it "
+                f"out for an estimate without it, or name layouts yourself"
             )
     gated = bool(args.swiglu)
-    ffn = args.ffn_hidden_size or _default_ffn(args.hidden_size, gated)
+    ffn = args.ffn_hidden_size or default_ffn(args.hidden_size, gated)
     heads = args.num_attention_heads
     model = Model(
         num_layers=args.num_layers,
@@ -138,11 +138,11 @@ def workload_of(args: Any, launched: Any = None) -> Workload:
         heads=heads,
         groups=args.num_query_groups if args.group_query_attention else heads,
         head=args.kv_channels or max(1, args.hidden_size // heads),
-        vocab=_padded_vocab(args),
+        vocab=padded_vocab(args),
         tied=not args.untie_embeddings_and_output_weights,
         gated=gated,
-        latent=_latent(args),
-        experts=_experts(args, ffn),
+        latent=latent_attention(args),
+        experts=experts(args, ffn),
     )
     return Workload(
         model=model,
@@ -153,105 +153,6 @@ def workload_of(args: Any, launched: Any = None) -> Workload:
         element_bytes=_element_bytes(args),
         uneven_pipeline=_uneven(args if launched is None else launched),
     )
-
-
-def _default_ffn(hidden: int, gated: bool) -> int:
-    """Megatron's own rule."""
-    return max(64, int(4 * hidden * 2 / 3) // 64 * 64) if gated else 4 * hidden
-
-
-def _padded_vocab(args: Any) -> int:
-    padded = getattr(args, "padded_vocab_size", None)
-    if padded:
-        return int(padded)
-    multiple = int(args.make_vocab_size_divisible_by * args.tensor_model_parallel_size)
-    return -(-int(args.vocab_size) // multiple) * multiple
-
-
-def _latent(args: Any) -> LatentAttention | None:
-    if not args.multi_latent_attention:
-        return None
-    if args.q_lora_rank is None:
-        raise ConfigError(
-            "--multi-latent-attention without --q-lora-rank: the memory of such a model is not "
-            "estimated; give --q-lora-rank, or name layouts yourself"
-        )
-    return LatentAttention(
-        q_rank=args.q_lora_rank,
-        kv_rank=args.kv_lora_rank,
-        qk_head=args.qk_head_dim,
-        rope_head=args.qk_pos_emb_head_dim,
-        v_head=args.v_head_dim,
-    )
-
-
-def _experts(args: Any, ffn: int) -> Experts | None:
-    if args.num_experts is None:
-        return None
-    return Experts(
-        count=args.num_experts,
-        ffn=args.moe_ffn_hidden_size or ffn,
-        topk=args.moe_router_topk,
-        first_layer=_first_expert_layer(args.moe_layer_freq, args.num_layers),
-        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
-        bias=bool(args.moe_router_enable_expert_bias),
-    )
-
-
-def _first_expert_layer(freq: Any, num_layers: int) -> int:
-    """How many dense layers precede those with experts; refuses patterns that mix them."""
-    pattern = _pattern(freq) if isinstance(freq, str) else freq
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(min(num_layers, _MOST_LAYERS))]
-    if len(pattern) != min(num_layers, _MOST_LAYERS):
-        raise ConfigError(
-            f"--moe-layer-freq {freq!s:.100} names {len(pattern)} layers, but --num-layers is "
-            f"{num_layers}"
-        )
-    first = pattern.index(1) if 1 in pattern else len(pattern)
-    if first == len(pattern) or 0 in pattern[first:]:
-        raise ConfigError(
-            f"--moe-layer-freq {freq!s:.100}: memory is estimated for dense layers followed by "
-            f"layers with experts only, such as ([0]*3+[1]*58); name layouts yourself"
-        )
-    return first
-
-
-def _pattern(text: str) -> int | list[int]:
-    """The number, or the list of zeros and ones, that a text of numbers, lists, + and * means."""
-    try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise ConfigError(
-            f"--moe-layer-freq {text!r:.100} cannot be read; write a number, or a list such as "
-            f"([0]*3+[1]*58)"
-        ) from error
-    return found
-
-
-def _value(node: ast.expr) -> int | list[int]:
-    match node:
-        case ast.Constant(value=int(number)) if type(number) is int and 0 < number <= _MOST_LAYERS:
-            return number
-        case ast.List(elts=items):
-            kinds = [item.value if isinstance(item, ast.Constant) else None for item in items]
-            if all(type(kind) is int and kind in (0, 1) for kind in kinds):
-                return [kind for kind in kinds if isinstance(kind, int)]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            one, other = _value(left), _value(right)
-            if isinstance(one, list) and isinstance(other, list):
-                return _short(one + other)
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            one, times = _value(left), _value(right)
-            if isinstance(one, list) and isinstance(times, int):
-                return _short(one * times)
-    raise ValueError(ast.dump(node))
-
-
-def _short(layers: list[int]) -> list[int]:
-    if len(layers) > _MOST_LAYERS:
-        raise ValueError(f"{len(layers)} layers")
-    return layers
 
 
 def _granularity(args: Any) -> str:
@@ -292,17 +193,3 @@ def _uneven(args: Any) -> bool:
             "account_for_loss_in_pipeline_split",
         )
     )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not 1 <= number <= _LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a whole number of at least 1")
-    return number

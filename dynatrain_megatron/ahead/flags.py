@@ -6,19 +6,22 @@ this package cannot make rosters of is refused by name. Defaults are Megatron's.
 
 from __future__ import annotations
 
-import argparse
-import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes import Model
-from dynatrain_megatron.shapes.models import Experts, LatentAttention
-
-_FREQUENCY = re.compile(r"\(?\[0\]\*(\d{1,6})\+\[1\]\*(\d{1,6})\)?")
+from dynatrain_megatron.shapes.flags import (
+    FlagParser,
+    count,
+    default_ffn,
+    experts,
+    latent_attention,
+    padded_vocab,
+)
+from dynatrain_megatron.shapes.models import LatentAttention
 
 _NUMBERS = {  # flag: default, None where it follows from others or must be given
     "--num-layers": None,
@@ -34,6 +37,7 @@ _NUMBERS = {  # flag: default, None where it follows from others or must be give
     "--global-batch-size": None,
     "--num-experts": None,
     "--moe-ffn-hidden-size": None,
+    "--moe-router-topk": 2,
     "--moe-shared-expert-intermediate-size": None,
     "--q-lora-rank": None,
     "--kv-lora-rank": 32,
@@ -80,11 +84,6 @@ class JobFlags:
     seq_length: int | None
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"Megatron flags: {message}")
-
-
 def read_flags(flags: Sequence[str], world: int) -> JobFlags:
     """Read the flags of a job of ``world`` ranks.
 
@@ -117,9 +116,9 @@ def read_flags(flags: Sequence[str], world: int) -> JobFlags:
 
 
 def _parse(flags: Sequence[str]) -> Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser = FlagParser()
     for flag, number in _NUMBERS.items():
-        parser.add_argument(flag, type=_count, default=number)
+        parser.add_argument(flag, type=count, default=number)
     for flag in _SWITCHES:
         parser.add_argument(flag, action="store_true")
     for flag, text in _TEXTS.items():
@@ -135,12 +134,6 @@ def _parse(flags: Sequence[str]) -> Namespace:
         if getattr(args, flag[2:].replace("-", "_")) is None:
             raise ConfigError(f"Megatron flags: {flag} is missing, which shapes the model")
     return args
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text[:12]) < 1 << 24 or len(text) > 8:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from 1 to 16777215")
-    return int(text)
 
 
 def _virtual_stages(args: Namespace) -> int | None:
@@ -166,13 +159,10 @@ def _model(args: Namespace) -> Model:
         raise ConfigError(f"--num-attention-heads {heads} must divide --hidden-size {hidden}")
     if heads % groups:
         raise ConfigError(f"--num-query-groups {groups} must divide --num-attention-heads {heads}")
-    ffn = args.ffn_hidden_size
-    if ffn is None:
-        ffn = int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden
+    ffn = args.ffn_hidden_size or default_ffn(hidden, args.swiglu)
     learned = args.position_embedding_type == "learned_absolute"
     if learned and args.max_position_embeddings is None:
         raise ConfigError("Megatron flags: --max-position-embeddings is missing")
-    rows = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return Model(
         num_layers=args.num_layers,
         hidden=hidden,
@@ -180,7 +170,7 @@ def _model(args: Namespace) -> Model:
         heads=heads,
         groups=groups,
         head=args.kv_channels or hidden // heads,
-        vocab=-(-args.vocab_size // rows) * rows,
+        vocab=padded_vocab(args),
         tied=not args.untie_embeddings_and_output_weights,
         gated=args.swiglu,
         biases=not args.disable_bias_linear,
@@ -188,7 +178,7 @@ def _model(args: Namespace) -> Model:
         positions=args.max_position_embeddings if learned else 0,
         qk_norm=args.qk_layernorm and not args.multi_latent_attention,
         latent=_latent(args),
-        experts=_experts(args, ffn),
+        experts=experts(args, ffn),
     )
 
 
@@ -200,31 +190,4 @@ def _latent(args: Namespace) -> LatentAttention | None:
             "--multi-latent-attention is known with --q-lora-rank and --qk-layernorm only; add "
             "them for an estimate"
         )
-    return LatentAttention(
-        q_rank=args.q_lora_rank,
-        kv_rank=args.kv_lora_rank,
-        qk_head=args.qk_head_dim,
-        rope_head=args.qk_pos_emb_head_dim,
-        v_head=args.v_head_dim,
-    )
-
-
-def _experts(args: Namespace, ffn: int) -> Experts | None:
-    if args.num_experts is None:
-        return None
-    first = 0
-    if args.moe_layer_freq != "1":
-        found = _FREQUENCY.fullmatch(args.moe_layer_freq.replace(" ", ""))
-        if found is None or int(found[1]) + int(found[2]) != args.num_layers or not int(found[2]):
-            raise ConfigError(
-                f"--moe-layer-freq {args.moe_layer_freq[:40]} is known as 1 or as "
-                f"([0]*a+[1]*b) with a + b = --num-layers {args.num_layers} only"
-            )
-        first = int(found[1])
-    return Experts(
-        count=args.num_experts,
-        ffn=args.moe_ffn_hidden_size or ffn,
-        first_layer=first,
-        shared_ffn=args.moe_shared_expert_intermediate_size or 0,
-        bias=args.moe_router_enable_expert_bias,
-    )
+    return latent_attention(args)
