@@ -148,6 +148,15 @@ def run_megatron(
     return MegatronRun([_log(run_dir, rank).read_text() for rank in range(world)], run_dir)
 
 
+def alive(pid: int) -> bool:
+    """Whether there is such a process, if only for its parent to ask how it ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @dataclass(slots=True)
 class _Rank:
     """A running rank as the parent sees it."""

@@ -21,7 +21,7 @@ from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.directory import Directory, JobCard
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 from tests.host import around
-from tests.ranks import TINY_LLAMA, run_megatron, run_ranks
+from tests.ranks import TINY_LLAMA, alive, run_megatron, run_ranks
 
 FLAGS = [
     *TINY_LLAMA,
@@ -307,11 +307,3 @@ def test_a_policy_follows_who_comes_and_who_goes(tmp_path: Path) -> None:
         (True, "policy", 3),
         (True, "policy", 2),
     ]
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -12,8 +12,8 @@ import pytest
 
 from tests.host import around
 from tests.host.test_elastic import FLAGS as ELASTIC_FLAGS
-from tests.host.test_elastic import Driver, alive, run_elastic, steps_of
-from tests.ranks import TINY_LLAMA, run_megatron
+from tests.host.test_elastic import Driver, run_elastic, steps_of
+from tests.ranks import TINY_LLAMA, alive, run_megatron
 
 FLAGS = [*TINY_LLAMA, "--use-distributed-optimizer", "--global-batch-size", "4"]
 

@@ -6,15 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankFailure, run_ranks
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+from tests.ranks import RankFailure, alive, run_ranks
 
 
 def test_results_come_back_in_rank_order_and_may_be_large() -> None:
