@@ -83,8 +83,8 @@ class EngineTransport(StrEnum):
 class EnginePlacement(StrEnum):
     """Which process takes which rank of the target.
 
-    ``identity``: every process keeps its rank. ``best``: the one that moves the fewest bytes, which
-    is reported only: processes cannot take other ranks yet, and keep theirs.
+    ``identity``: every process keeps its rank. ``best``: the order that moves the fewest bytes,
+    groups staying within their nodes.
     """
 
     best = "best"

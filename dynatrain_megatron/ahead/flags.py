@@ -152,6 +152,20 @@ def _virtual_stages(args: Namespace) -> int | None:
     return int(args.num_layers // chunks)
 
 
+def model_of_job(args: Namespace) -> Model:
+    """The model of a running job's own arguments, as validated at launch.
+
+    Raises ConfigError where they say something of it that is not known without the job.
+    """
+    for flag in _REFUSED:
+        value = getattr(args, flag[2:].replace("-", "_"), None)
+        if value:
+            raise ConfigError(f"{flag} {value}: what it does to the parameters is not known")
+    read = Namespace(**vars(args))
+    read.disable_bias_linear = not args.add_bias_linear
+    return _model(read)
+
+
 def _model(args: Namespace) -> Model:
     hidden, heads = args.hidden_size, args.num_attention_heads
     groups = (args.num_query_groups or 1) if args.group_query_attention else heads

@@ -34,7 +34,7 @@ def estimate_lines(found: Estimate) -> list[str]:
         _line("rebuilt", f"{size(found.rebuilt.nbytes)} of bf16 parameters, gathered anew"),
     ]
     if found.placement is not None:
-        text = f"{size(found.placement.saved_bytes)} less would move with the best (no job can yet)"
+        text = f"{size(found.placement.saved_bytes)} less would move with engine.placement=best"
         lines.append(_line("placement", text))
     for number, one in enumerate(busiest):
         text = f"rank {one.rank} sends {size(one.sent)}, receives {size(one.received)}"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dynatrain_megatron.engine.fragments import Fragments
-from dynatrain_megatron.engine.memory import Dropped, distinct_storages
+from dynatrain_megatron.engine.memory import Dropped, allocate, distinct_storages
 from dynatrain_megatron.planner.stages import SideMemory
 from dynatrain_megatron.vps.boxes import IntArray
 
@@ -49,7 +49,8 @@ class Holdings:
         self.rebuilt = _resizable(rebuilt)
         sizes = {s._cdata: nbytes(s) for s in distinct_storages(everything)}
         self._gradient_bytes = sum(nbytes(s) for s in _resizable(gradients))
-        self._rebuilt_bytes = sum(nbytes(s) for s in self.rebuilt)
+        self._nbytes_rebuilt = [nbytes(storage) for storage in self.rebuilt]
+        self._rebuilt_bytes = sum(self._nbytes_rebuilt)
         moved = sum(self._nbytes)
         self._other_bytes = sum(sizes.values()) - moved - self._gradient_bytes - self._rebuilt_bytes
         self._largest = max(sizes.values(), default=0)
@@ -73,9 +74,15 @@ class Holdings:
             self._largest,
         )
 
-    def has_gaps(self, number: int) -> bool:
-        """Whether a storage has bytes, such as padding, that no fragment covers."""
-        return int(self._covered[number]) < self._nbytes[number]
+    def allocate(self, number: int) -> None:
+        """Give a storage its memory, with zeros where some bytes are of no fragment."""
+        gaps = int(self._covered[number]) < self._nbytes[number]
+        allocate(self.storages[number], self._nbytes[number], zeros=gaps)
+
+    def allocate_rebuilt(self) -> None:
+        """Give what is made anew from what is moved its memory, with zeros."""
+        for storage, nbytes in zip(self.rebuilt, self._nbytes_rebuilt, strict=True):
+            allocate(storage, nbytes, zeros=True)
 
 
 def _resizable(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -39,6 +39,13 @@ def free(storages: Iterable[torch.UntypedStorage]) -> int:
     return freed
 
 
+def allocate(storage: torch.UntypedStorage, nbytes: int, *, zeros: bool) -> None:
+    """Give a storage its memory, if it has none; ``zeros`` fills it with them."""
+    storage.resize_(nbytes)
+    if zeros:
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
 class Dropped:
     """Storages whose contents nobody needs for a while, given back to the allocator.
 
@@ -71,9 +78,7 @@ class Dropped:
 
     def restore_one(self, storage: torch.UntypedStorage, *, zeros: bool) -> None:
         """The same for one of them."""
-        storage.resize_(self.nbytes(storage))
-        if zeros:
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        allocate(storage, self.nbytes(storage), zeros=zeros)
 
 
 class Ledger:

@@ -6,6 +6,7 @@ switch is possible is checked before it is announced, and again by each process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -25,6 +26,7 @@ from dynatrain_megatron.errors import ConfigError, LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, read_changes
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.plugin.membership import Membership
+from dynatrain_megatron.plugin.placing import Placed, Placing
 from dynatrain_megatron.policies import Policy, PolicyContext, ask_policy
 from dynatrain_megatron.transition.posted import Posted
 
@@ -99,8 +101,13 @@ class Leader:
         lead_steps: int,
         policy: Policy | None,
         launch_layout: ParallelLayout,
+        placing: Placing | None = None,
     ) -> None:
-        """``feasible`` gives the layout of a request on so many ranks, or raises SwitchRefused."""
+        """``feasible`` gives the layout of a request on so many ranks, or raises SwitchRefused.
+
+        With ``placing`` processes take the ranks it finds for them, else those they have.
+        """
+        self._placing = placing
         self._policy = policy
         self._launch_layout = launch_layout
         self._workload = _workload(job) if policy is not None else None
@@ -283,12 +290,16 @@ class Leader:
         raise reason or SwitchRefused(f"no layout with the job's degrees has {world} ranks")
 
     def _post(self, target: Iterable[str], layout: Any, **fields: Any) -> None:
-        job = self._job
+        job, placed = self._job, Placed(tuple(target))
         assert job.store is not None
+        if self._placing is not None and not fields.get("refused"):
+            with contextlib.suppress(SwitchRefused, LayoutError):  # its step is refused when due
+                found = self._feasible(layout, len(placed.target))
+                placed = self._placing.order(placed.target, found)
         change = Change(
-            job.num_changes + 1, job.processes, tuple(target), *job.store.new_world_ids(2)
+            job.num_changes + 1, job.processes, placed.target, *job.store.new_world_ids(2)
         )
-        posted = Posted(change, layout, **fields)
+        posted = Posted(change, layout, placement=placed.told, **fields)
         self._membership.board.post(posted)
         self.posted, self.posted_step = change.number, posted.step
 

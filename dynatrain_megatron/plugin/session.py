@@ -60,6 +60,7 @@ from dynatrain_megatron.plugin.joining import Joining, card_of
 from dynatrain_megatron.plugin.leader import Leader, wanted_world
 from dynatrain_megatron.plugin.membership import Membership, Pending
 from dynatrain_megatron.plugin.notice import Notice
+from dynatrain_megatron.plugin.placing import Placing
 from dynatrain_megatron.policies import load_policy
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.posted import Posted
@@ -282,6 +283,7 @@ class Session:
             lead_steps=_LEAD_STEPS if overlaps else 0,
             policy=self._policy,
             launch_layout=self._launch_layout,
+            placing=self._placing(job),
         )
         if self._joining is None and self._membership.leads:
             card = card_of(job.store.job, self._launch, self.config)
@@ -294,6 +296,12 @@ class Session:
             progress(0, told)
         self._membership.start()
         self._notice = Notice(elastic.leave_signal, self._membership, job.args)
+
+    def _placing(self, job: Job) -> Placing | None:
+        if self.config.engine.placement is EnginePlacement.identity:
+            return None
+        assert self._baseline is not None
+        return Placing(job, self._baseline, self._topology)
 
     def _part(self, job: Job) -> None:
         """However training has ended here; on rank 0 those that wait for the job learn of it."""
@@ -611,6 +619,7 @@ class Session:
         self._membership.forget_before(pending.posted.change)
         job.args.iteration = job.iteration
         report.origin = pending.posted.origin
+        report.placement = pending.posted.placement
         report.seconds = {"prepare": due.prepare_s, **report.seconds}
         if job.built is None:
             return True
@@ -681,7 +690,6 @@ class Session:
             keep_source=engine.keep_source,
             check_replicas=engine.check_replicas,
             topology=self._topology,
-            placement=engine.placement is EnginePlacement.best,
             connect_s=self.config.elastic.connect_timeout_s,
             decide_s=self.config.elastic.timeout_s,
             timeout_s=engine.timeout_s,

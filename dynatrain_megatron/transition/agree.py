@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from dynatrain_megatron.engine.fingerprint import Sums
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped
 from dynatrain_megatron.errors import ConfigError, SwitchRefused, TransitionError
-from dynatrain_megatron.observe import progress
-from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, place
+from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.transition.keep import Free, decide
 from dynatrain_megatron.vps import Roster, RosterSet
@@ -38,8 +37,7 @@ class SwitchOptions:
     """``verify`` is never ``auto``; ``timeout_s`` bounds each wait of the transfer.
 
     ``check_replicas`` compares what several ranks hold before anything is built. ``topology`` is
-    what the user says of nodes and links. ``placement`` True works out what another placement of
-    the processes would save, and says so; every process keeps its rank.
+    what the user says of nodes and links.
     """
 
     plan: PlanOptions
@@ -48,7 +46,6 @@ class SwitchOptions:
     keep_source: KeepSource = KeepSource.auto
     check_replicas: bool = False
     topology: TopologyFile | None = None
-    placement: bool = False
     connect_s: float = 30.0
     decide_s: float = 60.0
     timeout_s: float = 600.0
@@ -132,26 +129,6 @@ def _merged(old: list[Roster], new: list[Roster]) -> tuple[RosterSet, RosterSet]
     except ValueError as error:
         raise SwitchRefused(str(error), "the job stays in its layout") from error
     return RosterSet.merge(old, tensors), RosterSet.merge(new, tensors)
-
-
-def what_placement_would_save(
-    rosters: tuple[RosterSet, RosterSet], topology: Topology, rank: int
-) -> dict[str, Any]:
-    """Bytes moved and predicted seconds with the best placement and as it is; pure but for a line.
-
-    Processes cannot take other ranks yet.
-    """
-    found = place(*rosters, topology)
-    progress(
-        rank,
-        f"another placement would move {found.moved_bytes} bytes instead of "
-        f"{found.identity_bytes}; every process keeps its rank",
-    )
-    return {
-        "applied": False,
-        "bytes": {"best": found.moved_bytes, "identity": found.identity_bytes},
-        "seconds": {"best": found.seconds, "identity": found.identity_seconds},
-    }
 
 
 def _rosters(

@@ -8,7 +8,8 @@ What decides is one register in the store, which is written once::
 
 COMMIT can only be written when all have voted, so whoever has not voted may abort, and whoever has
 may only wait. After an abort the processes of the job call the roll: training goes on when all of
-them are back, and the job ends where one is not.
+them are back, and the job ends where one is not. Where parts of the old state are gone, all say
+before how far they got, and bring it back together (:mod:`.undo`).
 """
 
 from __future__ import annotations
@@ -84,6 +85,41 @@ class Attempt:
             if not client.check([self._key("decision")]):
                 return False
             return bytes(client.get(self._key("decision"))).decode() != _COMMIT
+
+    def say_finished(self, stages: int) -> None:
+        """After an abort: so many stages are finished as far as this process knows."""
+        with store_errors("how far the switch got cannot be told"):
+            self._client().set(self._key(f"finished/{self.uid}"), str(stages))
+
+    def finished(self, *, timeout_s: float) -> int:
+        """How many stages are finished, once all processes have said so; each of them asks.
+
+        Raises :class:`TransitionError` naming those that do not say.
+        """
+        client, found, silent = self._client(), 0, []
+        deadline = time.monotonic() + timeout_s
+        with store_errors("how far the switch got cannot be known"):
+            for uid in self.change.processes:
+                left = max(0.001, deadline - time.monotonic())
+                if self._waited(client, f"finished/{uid}", left):
+                    found = max(found, int(client.get(self._key(f"finished/{uid}"))))
+                else:
+                    silent.append(uid)
+        if silent and found:
+            raise TransitionError(
+                f"{', '.join(silent)} did not come back within {timeout_s:g} s, with parts of the "
+                "state that are nowhere else"
+            )
+        return found
+
+    def way_back(self, *, timeout_s: float) -> int:
+        """A world's id for the bridge of the way back, the same on all; each process asks."""
+        client = self._client()
+        with store_errors("the way back from the switch could not be agreed on"):
+            if self.uid == self.change.processes[0]:
+                client.set(self._key("way-back"), str(self._store.new_world_ids(1)[0]))
+            client.wait([self._key("way-back")], timedelta(seconds=timeout_s))
+            return int(client.get(self._key("way-back")))
 
     def call_roll(self, *, timeout_s: float) -> None:
         """Wait until all processes of the job are back from an abort; each of them calls it.

@@ -27,7 +27,7 @@ from dynatrain_megatron.engine import (
 )
 from dynatrain_megatron.engine.fingerprint import Checked, Sums, check_received
 from dynatrain_megatron.engine.holdings import Holdings
-from dynatrain_megatron.engine.memory import Dropped, Ledger, free
+from dynatrain_megatron.engine.memory import Ledger, free
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.staged import StagedPlan
@@ -46,8 +46,9 @@ class Frees:
 
 @dataclass
 class Move:
-    """One rank's part of moving the state; ``missing`` gives the target's storages their memory.
+    """One rank's part of moving the state.
 
+    ``finished`` are the stages that all ranks have and have verified, of which sources may be gone.
     ``give_back`` lets others have what was freed, where an allocator would keep it. ``bound`` is
     the plan bound to memory, where there is one stage: known to all ranks beforehand or to none.
     ``seconds`` are those outside the transfer itself, by phase.
@@ -56,7 +57,6 @@ class Move:
     plan: StagedPlan
     old: Holdings
     new: Holdings
-    missing: Dropped
     ledger: Ledger
     frees: Frees
     give_back: Callable[[], None]
@@ -64,6 +64,7 @@ class Move:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reports: list[ExecutionReport] = field(default_factory=list)
     checked: list[tuple[Plan, Checked]] = field(default_factory=list)
+    finished: int = 0
 
     def planned(self, rosters: tuple[RosterSet, RosterSet], rank: int, held_bytes: int = 0) -> Peak:
         """The memory that the switch takes on a rank whose transport holds ``held_bytes``."""
@@ -93,9 +94,10 @@ class Move:
             with self._timed("memory"):
                 self._allocate(first == number)
             given, got = self.old.fragments, self.new.fragments
-            if len(self.plan.plans) > 1:
+            if self.plan.stages.count > 1:
                 given, got = _part(given, old, number), _part(got, new, number)
             self._one_stage(plan, given, got, transport, verify=verify, timeout_s=timeout_s)
+            self.finished = number + 1
             if self.frees.wanted:
                 with self._timed("memory"):
                     self._free(last == number, first=not number)
@@ -113,8 +115,7 @@ class Move:
 
     def rebuild_begins(self) -> None:
         """Allocate the parameters that are made from what has been moved."""
-        for storage in self.new.rebuilt:
-            self.missing.restore_one(storage, zeros=True)
+        self.new.allocate_rebuilt()
         self.ledger.mark()
 
     def _one_stage(
@@ -131,7 +132,7 @@ class Move:
         if bound is None:
             with self._timed("plan"):
                 bound = bind_plan(plan, given, got, transport, timeout_s=timeout_s)
-            if len(self.plan.plans) == 1:
+            if self.plan.stages.count == 1:
                 self.bound = bound
         report = execute(
             plan,
@@ -161,8 +162,7 @@ class Move:
 
     def _allocate(self, chosen: BoolArray) -> None:
         for number in np.nonzero(chosen)[0].tolist():
-            zeros = self.new.has_gaps(number)
-            self.missing.restore_one(self.new.storages[number], zeros=zeros)
+            self.new.allocate(number)
 
     def _free(self, chosen: BoolArray, *, first: bool) -> None:
         self.frees.begun = True

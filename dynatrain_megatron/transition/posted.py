@@ -31,7 +31,8 @@ class Posted:
 
     ``at`` is the first iteration after which it may be; with ``step``, the schedule's step that it
     is, it is exactly there. ``origin`` says who wants it, ``request`` is the number of one from
-    outside. Where ``refused`` says why it cannot be, nothing is done.
+    outside. Where ``refused`` says why it cannot be, nothing is done. ``placement`` is what the
+    order of the target's processes saves, as the event of the switch tells it.
     """
 
     change: Change
@@ -41,6 +42,7 @@ class Posted:
     origin: str = "schedule"
     request: int | None = None
     refused: str = ""
+    placement: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """As text that :meth:`from_json` reads."""
@@ -147,9 +149,10 @@ class Board:
     def forget(self, change: Change) -> None:
         """Delete its keys; for one process, when nobody reads them any more."""
         client = self._store.here()
-        names = ["spec", "ready", "armed", "holds", "stop", "votes", "decision"]
+        names = ["spec", "ready", "armed", "holds", "stop", "votes", "decision", "way-back"]
         names += [f"hold/{n + 1}" for n in range(len(change.source))]
         names += [f"back/{uid}" for uid in change.source]
+        names += [f"finished/{uid}" for uid in change.processes]
         for name in names:
             client.delete_key(_key(change.number, name))
 

@@ -18,8 +18,8 @@ A process that joins has no old state, one that leaves no new one; the rest is t
 
 Until the vote the old state is whole: whatever raises before calls the switch off on all
 processes, and puts the host back as it was. Where there is no memory for that, state moves in
-stages, and what has been read and verified is freed (:mod:`.move`): from then on the switch must
-succeed, or the job ends.
+stages, and what has been read and verified is freed (:mod:`.move`): from then on whatever fails
+takes the finished stages back (:mod:`.undo`), and the job ends where a process is not there to.
 
 The layout left stays dormant where its processes do: where a switch comes back to one, groups and
 objects are there, without memory, and rosters, plan and what the transfer copies are known.
@@ -31,7 +31,7 @@ import contextlib
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,6 +78,7 @@ from dynatrain_megatron.transition.prepare import (
     Worlds,
     build,
     change_in_place,
+    make_bridge,
     prepare,
 )
 from dynatrain_megatron.transition.report import (
@@ -87,6 +88,7 @@ from dynatrain_megatron.transition.report import (
     SwitchReport,
     fill_in,
 )
+from dynatrain_megatron.transition.undo import move_back
 from dynatrain_megatron.vps import LogicalTensor, RosterSet
 
 __all__ = ["SwitchOptions", "SwitchReport", "switch", "wire_of"]
@@ -113,8 +115,8 @@ def switch(
     Raises :class:`SwitchRefused` where the switch cannot be (nothing was changed),
     :class:`SwitchAborted` where it was called off on all processes (the old state is intact, the
     host's globals are put back), :class:`TransitionError` where a process does not come back from
-    that or the outcome of the vote cannot be known, and :class:`SplitStateError` where something
-    fails after parts of the old state were freed: with these two the job must end.
+    that or the outcome of the vote cannot be known, and :class:`SplitStateError` where parts of the
+    old state were freed and cannot be brought back: with these two the job must end.
     """
     if job.store is None:
         raise SwitchRefused(
@@ -146,16 +148,6 @@ def switch(
     except Exception as error:
         if attempt.in_doubt:
             raise
-        if run.frees.begun:
-            with contextlib.suppress(WorldError):
-                attempt.abort(f"parts of the old state are gone, and then: {error}")
-            run.restore_host()
-            run.bridge.end()
-            raise SplitStateError(
-                f"the switch failed after parts of the old state had been freed: {error}; the "
-                "state is split between two layouts, so the job must end. Start again from the "
-                "last checkpoint; with engine.keep_source=always a switch can go back"
-            ) from error
         reason = _give_up(run, attempt, f"{type(error).__name__}: {error}")
         _release(error)
         raise SwitchAborted(reason) from error
@@ -187,12 +179,33 @@ def _worlds(
 
 
 def _give_up(run: _Switch, attempt: Attempt, reason: str) -> str:
-    """Call the switch off; returns why, as all know it. The host is as it was afterwards."""
+    """Call the switch off; returns why, as all know it. Host and state are as they were.
+
+    Raises :class:`SplitStateError` where parts of the state cannot be brought back.
+    """
+    job, moved = run.job, run.moving
     with contextlib.suppress(WorldError):
         reason = attempt.abort(reason)
+    with contextlib.suppress(WorldError):
+        attempt.say_finished(0 if moved is None else moved.finished)
+    run.restore_host()
+    run.end_bridge()
+    is_back = False
+    if run.frees.wanted:
+        try:
+            is_back = run.take_back()
+        except Exception as error:
+            raise SplitStateError(
+                f"the switch failed: {reason}; parts of the old state had been freed by then and "
+                f"could not be brought back: {error}; so the job must end. Start again from the "
+                "last checkpoint; with engine.keep_source=always the old state is kept to the end"
+            ) from error
     run.undo()
-    if run.job.built is not None:
+    if job.built is not None:
         attempt.call_roll(timeout_s=run.options.decide_s)
+        if is_back and moved is not None:
+            moved.old.allocate_rebuilt()
+            job.built.state.rebuild_params()
     return reason
 
 
@@ -236,7 +249,9 @@ class _Switch:
     def __post_init__(self) -> None:
         self.frees = Frees()
         self.worlds: Worlds | None = None
+        self.moving: Move | None = None
         self._undo: list[Callable[[], object]] = []
+        self._is_bridge_gone = False
         self._context = contextlib.ExitStack()
         self._free = Free.now()
         self._ready: _Ready | None = None
@@ -288,10 +303,6 @@ class _Switch:
                 self.report.nodes = list(planned.topology.node)
             steps = {} if source is None else source.state.steps()
             steps = agree.exchange_steps(steps, transport, timeout_s)
-            if options.placement:
-                self.report.placement = agree.what_placement_would_save(
-                    planned.rosters, planned.topology, transport.rank
-                )
         self._move(planned, old, new, steps)
 
     def _tell_position(self) -> None:
@@ -380,22 +391,16 @@ class _Switch:
         job, options, phase, report = self.job, self.options, self.phase, self.report
         transport, timeout_s = self.bridge.transport, options.timeout_s
         plan, rosters = planned.plan, planned.rosters
-        missing = Dropped([]) if self._ready is None else self._ready.missing
         if self._ready is not None:
             self.ledger.watch(self._ready.built.state.tensors())
             self.ledger.mark(self._ready.most_bytes)
+        self._planned = planned
         self.frees.wanted = planned.kept is KeepSource.never
         give_back = current_platform().empty_cache
         move = Move(
-            plan,
-            old.holdings,
-            new.holdings,
-            missing,
-            self.ledger,
-            self.frees,
-            give_back,
-            planned.bound,
+            plan, old.holdings, new.holdings, self.ledger, self.frees, give_back, planned.bound
         )
+        self.moving = move
         peak = move.planned(rosters, transport.rank, transport.held_bytes)
         if options.verify is Verify.fingerprint:
             with phase("verify", "old state hashed where ranks hold the same"):
@@ -443,7 +448,7 @@ class _Switch:
                 ended = let_go(job)
             else:
                 assert ready.iterators is not None
-                if change.source != change.target:
+                if set(change.source) != set(change.target):
                     job.rosters.clear()  # which a process that joins does not know
                 ended = hand_over(job, ready.built, ready.iterators, self.baseline, self.sizes)
                 if change.source != change.target:
@@ -479,6 +484,46 @@ class _Switch:
         with contextlib.suppress(_Undone), self._context:
             raise _Undone
 
+    def end_bridge(self) -> None:
+        """Whoever waits in it for this process wakes up; local."""
+        job, worlds = self.job, self.worlds
+        job.bridge = None
+        if worlds is not None and not self._is_bridge_gone:
+            self._is_bridge_gone = True
+            worlds.bridge.end()
+
+    def take_back(self) -> bool:
+        """Bring back what was freed, if anything was; collective over all processes of the switch.
+
+        On a bridge of its own. True where the source has its state from there.
+        """
+        job, options, moved, planned = self.job, self.options, self.moving, self._planned
+        finished = self.attempt.finished(timeout_s=options.decide_s)
+        if not finished:
+            return False
+        assert job.store is not None and moved is not None
+        change, backend = self.prepared.change, self.prepared.backend
+        bridge_id = self.attempt.way_back(timeout_s=options.decide_s)
+        bridge = make_bridge(
+            replace(change, bridge_id=bridge_id), job.store, wire_of(options), backend
+        )
+        place = change.processes.index(process_uid())
+        progress(place, f"{finished} stages are taken back to {self.report.source}")
+        try:
+            move_back(
+                moved,
+                planned.rosters,
+                finished,
+                bridge.transport,
+                bridge.topology,
+                options.plan,
+                verify=options.verify,
+                timeout_s=options.timeout_s,
+            )
+        finally:
+            bridge.end()
+        return True
+
     def undo(self) -> None:
         """Put the host back as it was and end all worlds but the one in force; local.
 
@@ -497,10 +542,9 @@ class _Switch:
             worlds.world.end()
         for built in ended:
             built.end()
-        if worlds is not None:
-            worlds.bridge.end()
+        self.end_bridge()
         job.at_stake = ()
-        job.bridge, job.bound_plans = None, BoundPlans()
+        job.bound_plans = BoundPlans()
 
 
 class _Undone(Exception):

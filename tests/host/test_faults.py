@@ -17,7 +17,7 @@ from tests.ranks import TINY_LLAMA, alive, run_megatron
 
 FLAGS = [*TINY_LLAMA, "--use-distributed-optimizer", "--global-batch-size", "4"]
 
-# (phase, rank, kind, how often the phase has begun by then): one failure for each switch.
+# (phase, rank, kind): one failure for each switch.
 EXCEPTIONS = [
     ("quiesce", 1, "exception"),
     ("groups", 0, "exception"),
@@ -35,9 +35,14 @@ EXCEPTIONS = [
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("verify", ["messages", "fingerprint"])
-def test_an_exception_anywhere_leaves_the_job_as_it_was(verify: str, tmp_path: Path) -> None:
-    """Every phase fails once, on one rank or the other; losses are those of no switch at all."""
+@pytest.mark.parametrize(("verify", "keep"), [("messages", "never"), ("fingerprint", "always")])
+def test_an_exception_anywhere_leaves_the_job_as_it_was(
+    verify: str, keep: str, tmp_path: Path
+) -> None:
+    """Every phase fails once, on one rank or the other; losses are those of no switch at all.
+
+    With ``never`` parts of the old state are gone by then, in the second stage or later.
+    """
     count = len(EXCEPTIONS)
     flags = [*FLAGS, "--train-iters", str(count + 4), "--lr-decay-iters", "40"]
     static = run_megatron(2, flags, [], tmp_path / "static")
@@ -45,13 +50,18 @@ def test_an_exception_anywhere_leaves_the_job_as_it_was(verify: str, tmp_path: P
     run = run_megatron(
         2,
         flags,
-        [f"schedule=[{', '.join(steps)}]", f"engine.verify={verify}"],
+        [
+            *(f"schedule=[{', '.join(steps)}]", f"engine.verify={verify}"),
+            f"engine.keep_source={keep}",
+        ],
         tmp_path / "run",
-        inside=fail_in_turn,
+        inside=lambda: fail_in_turn(2 if keep == "never" else 1),
     )
     events = around.events(run.run_dir)
     told = [(event["event"], event["ok"]) for event in events]
     assert told == [("refused", False)] * count + [("switch", True)], told
+    log = (run.run_dir / "rank0.log").read_text()
+    assert ("stages are taken back to" in log) == (keep == "never")
     for (phase, rank, kind), event in zip(EXCEPTIONS, events, strict=False):
         expected = "not what was sent" if (kind, verify) == ("bitflip", "messages") else ""
         assert expected in event["reason"], (phase, event["reason"])
@@ -64,8 +74,11 @@ def test_an_exception_anywhere_leaves_the_job_as_it_was(verify: str, tmp_path: P
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
 
 
-def fail_in_turn() -> None:
-    """Arm the next fault before each switch; in a rank."""
+STAGED = {"memory", "pack", "wire", "unpack"}
+
+
+def fail_in_turn(stage: int) -> None:
+    """Arm the next fault before each switch, in that stage where phases have some; in a rank."""
     from dynatrain_megatron import faults
     from dynatrain_megatron.plugin import session
 
@@ -73,9 +86,10 @@ def fail_in_turn() -> None:
 
     def switch(*args: Any) -> Any:
         phase, rank, kind = next(turn, (None, None, None))
-        armed = (
-            [] if phase is None else [faults.Fault((rank,), faults.Phase(phase), faults.Kind(kind))]
-        )
+        armed = []
+        if phase is not None:
+            at = stage if phase in STAGED else 1
+            armed = [faults.Fault((rank,), faults.Phase(phase), faults.Kind(kind), at)]
         faults.arm(armed)
         return real(*args)
 

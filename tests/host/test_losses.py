@@ -139,15 +139,17 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
     events = [json.loads(line) for line in (switched / "events.jsonl").read_text().splitlines()]
     visited = [[str(e[end]).removesuffix("-noopt") for end in ("source", "target")] for e in events]
     assert visited == [list(pair) for pair in pairwise(LAYOUTS)]
+    saved = 0
     for number, event in enumerate(events):
         assert event["event"] == "switch" and event["ok"]
         # dp4 with the plain optimizer holds everything on every rank: nothing has to move then
         copies = str(event["source"]) == "dp4-noopt"
         assert event["bytes"]["moved"] == event["bytes"]["lower_bound"]
         assert (event["bytes"]["moved"] == 0) == copies
-        assert not event["placement"]["applied"]
-        would_move = event["placement"]["bytes"]
-        assert would_move["best"] <= would_move["identity"] == event["bytes"]["moved"]
+        if event["placement"] is not None:  # nothing is worked out for a layout that is kept
+            placed = event["placement"]["bytes"]
+            assert event["bytes"]["moved"] == placed["best"] <= placed["identity"]
+            saved += placed["identity"] - placed["best"]
         assert sum(map(sum, event["bytes_matrix"])) == (
             event["bytes"]["moved"] + event["bytes"]["retained"]
         )
@@ -161,6 +163,7 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
         assert timed | {"memory", "rebuild", "verify", "vote", "commit"} == set(event["seconds"])
         assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
+    assert saved > 0  # processes took other ranks where less had to move then
     # the gradients dropped may outweigh all that comes: then a switch takes no memory at all
     assert max(event["peak_extra_bytes"] for event in events) > 0
     ours, theirs = logged_losses(switched), logged_losses(static)

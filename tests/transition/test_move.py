@@ -92,9 +92,7 @@ def jobs(case: Case, found: Stages, staging: int, *, frees: bool, shared: bool) 
         old = side(make(before, filled=True), there=True)
         new = side(make(after, filled=False), there=False)
         ledger = Ledger([*old.tensors, *new.tensors])
-        move = Move(
-            plan, old.holdings, new.holdings, new.missing, ledger, Frees(wanted=frees), lambda: None
-        )
+        move = Move(plan, old.holdings, new.holdings, ledger, Frees(wanted=frees), lambda: None)
         made.append(Job(old, new, move))
     return made
 
