@@ -32,6 +32,7 @@ from jobs import (
     fill,
     keep_layouts,
     layout_flags,
+    placing_of,
     run_on_ranks,
     switch_to,
     use,
@@ -76,7 +77,8 @@ def planned(**values: Any) -> SwitchOptions:
 class Row:
     """A way to switch: how it differs from the row ``against``, and what it takes.
 
-    ``transport`` is one of :func:`transports`; ``kept`` is how many layouts left are kept.
+    ``transport`` is one of :func:`transports`; ``kept`` is how many layouts left are kept; with
+    ``placed`` processes take the ranks with which the fewest bytes move.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Row:
     options: SwitchOptions = BASE
     transport: str = "read"
     kept: int = 4
+    placed: bool = False
 
 
 ALL_ON, GLOO = "all on, memory read", "all on, gloo"
@@ -95,6 +98,7 @@ ROWS = [
     Row("checksums of messages only", UNVERIFIED, MESSAGES),
     Row("replicas compared first", ALL_ON, replace(BASE, check_replicas=True)),
     Row("no layouts kept", ALL_ON, kept=0),
+    Row("processes take other ranks", ALL_ON, placed=True),
     Row("not promoted", ALL_ON, planned(relay=False)),
     Row("memory freed stage by stage", ALL_ON, replace(BASE, keep_source=KeepSource.never)),
     Row("first holder sends all", ALL_ON, planned(sources=Sources.first)),
@@ -131,14 +135,14 @@ def transports() -> dict[str, Transport]:
 def measure(job: Job, case: Case, rounds: int) -> dict[str, Any]:
     """Every row, there and back, in every round; on every rank. The first round warms up."""
     fill(job)
-    ways = transports()
+    ways, placing = transports(), placing_of(job)
     lines: dict[str, list[dict[str, Any]]] = {row.name: [] for row in ROWS}
     for number in range(rounds + 1):
         for row in ROWS:
             use(job, ways[row.transport])
             keep_layouts(job, row.kept)
             for turn, layout in enumerate((case.target, case.source) * 2):
-                switched = switch_to(job, layout, row.options)
+                switched = switch_to(job, layout, row.options, placing if row.placed else None)
                 if number and turn > 1:  # before, nothing is known of the other layout
                     line = {"stall_s": switched.stall_s, **switched.report.seconds}
                     line["staging"] = switched.report.planned_peak_extra_bytes

@@ -28,6 +28,7 @@ from dynatrain_megatron.adapters.state import HostState
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.elastic import records
 from dynatrain_megatron.elastic.store import JobStore
+from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.engine import Fragments, Transport, connect
 from dynatrain_megatron.engine.memory import Dropped, release
 from dynatrain_megatron.engine.unwritten import Unwritten
@@ -40,6 +41,7 @@ from dynatrain_megatron.planner import (
     Topology,
     make_plan,
 )
+from dynatrain_megatron.plugin.placing import Placing
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.prepare import (
     Wire,
@@ -187,17 +189,24 @@ class Switched(NamedTuple):
     resident: int
 
 
-def switch_to(job: Job, layout: str, options: SwitchOptions) -> Switched:
-    """Switch as a running job does; collective."""
+def switch_to(
+    job: Job, layout: str, options: SwitchOptions, placing: Placing | None = None
+) -> Switched:
+    """Switch as a running job does; collective. With ``placing`` processes may take other ranks."""
     memory = platform.current()
     memory.empty_cache()
     dist.barrier()
     memory.reset_peak()
     before = memory.allocated_bytes()
     begin = time.perf_counter()
-    target = _target(job, layout)
+    prepared, target = None, _target(job, layout)
+    if placing is not None:
+        change = change_in_place(job, timeout_s=TIMEOUT_S)
+        change = replace(change, target=placing.order(job.processes, target.layout).target)
+        target = _target(job, layout, change.target.index(process_uid()))
+        prepared = prepare(job, change, target)
     prepare_s = time.perf_counter() - begin
-    report = switch(job, target, options)
+    report = switch(job, target, options, prepared)
     dist.barrier()
     stall_s = time.perf_counter() - begin
     report.seconds = {"prepare": prepare_s, **report.seconds}
@@ -205,7 +214,12 @@ def switch_to(job: Job, layout: str, options: SwitchOptions) -> Switched:
     return Switched(report, stall_s, memory.peak_bytes() - before)
 
 
-def _target(job: Job, layout: str) -> Target:
+def placing_of(job: Job) -> Placing:
+    """What finds placements for a job that has not switched yet."""
+    return Placing(job, job.baseline, None)
+
+
+def _target(job: Job, layout: str, rank: int | None = None) -> Target:
     args = job.args
     return check_request(
         layout,
@@ -214,6 +228,7 @@ def _target(job: Job, layout: str) -> Target:
         source=job.layout,
         args=args,
         consumed_samples=args.consumed_train_samples,
+        rank=rank,
     )
 
 

@@ -164,6 +164,20 @@ def _peers_tables(results: list[dict[str, Any]]) -> list[str]:
                 *(f"{way['repeated_s']:.3f}" for way in ways.values()),
             ]
 
+    def placements() -> Iterator[list[str]]:
+        for one in results:
+            if one.get("placement"):
+                found = one["placement"]
+                nbytes = [found["bytes"][name] / 1e6 for name in ("identity", "best")]
+                seconds = [found["seconds"][name] for name in ("identity", "best")]
+                ratio = nbytes[1] / nbytes[0] if nbytes[0] else 1.0
+                yield [
+                    *_name(one),
+                    *(f"{value:.0f} MB" for value in nbytes),
+                    f"{ratio:.3f}",
+                    *(f"{value:.3f}" for value in seconds),
+                ]
+
     return [
         "## Our switch",
         "",
@@ -175,6 +189,11 @@ def _peers_tables(results: list[dict[str, Any]]) -> list[str]:
             f"{' | '.join(PHASES)} | of bound | peak | planned",
             switches(),
         ),
+        "## Placement: what moves if processes take other ranks",
+        "",
+        "All ranks in one node; seconds are those predicted on the wire.",
+        "",
+        *_rows("transition | layouts | as they are | best | ratio | s | best, s", placements()),
         "## Against save and load in the same processes",
         "",
         *_rows(

@@ -48,6 +48,7 @@ from jobs import (
     bridge,
     fill,
     layout_flags,
+    placing_of,
     plan_between,
     run_on_ranks,
     switch_to,
@@ -59,7 +60,7 @@ from switch_report import PHASES, draw, line_of, rounded, table
 
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.state import HostState
-from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.config import EngineTransport, Verify
 from dynatrain_megatron.engine import Fragments, Transport, execute
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Sources
@@ -101,7 +102,7 @@ QUICK = {("TP for DP", "dense"), ("hybrid: TP, PP, VPP, DP", "dense"), ("EP only
 QUICK_RESTART = "hybrid: TP, PP, VPP, DP"
 SIZES_CASE = Case("hybrid: TP, PP, VPP, DP", "dense", "tp4", "pp2-vpp2-dp2")
 
-OURS = SwitchOptions(PlanOptions(), timeout_s=TIMEOUT_S)
+OURS = SwitchOptions(PlanOptions(), verify=Verify.auto.on("cpu"), timeout_s=TIMEOUT_S)
 AS_PEERS = dataclasses.replace(
     OURS, plan=PlanOptions(staging_bytes=1 << 40, window_ops=1 << 20, sources=Sources.first)
 )
@@ -158,6 +159,7 @@ def measure(job: Job, case: Case, settings: Settings) -> dict[str, Any]:
     with _without(ValueError, RuntimeError, KeyError, AssertionError) as problem:
         found["weights"] = _weights(job, case, engines)
     found.setdefault("weights", {"refused": problem})
+    found["placement"] = placing_of(job).order(job.processes, case.layouts[1]).told
     found["switches"] = {
         name: _rounds(job, case, settings.rounds if name == "ours" else 2, engines, name)
         for name in engines._fields
@@ -289,6 +291,7 @@ def summary(case: Case, model: str, ranks: list[dict[str, Any]]) -> dict[str, An
             for way, rounds in ways.items()
         }
     result["weights"] = first["weights"]
+    result["placement"] = first.get("placement")
     if "checkpoint" in first:
         result["checkpoint"] = first["checkpoint"]
     return result
