@@ -94,14 +94,22 @@ class EnginePlacement(StrEnum):
 class Overlap(StrEnum):
     """When the target's world is built.
 
-    ``thread``: in the background, while training goes on. ``off``: at the boundary, while it waits.
-    ``auto``: ``thread`` with gloo; ``off`` with NCCL, of which two communicators of one device must
-    not be used at a time.
+    ``thread``: in the background, while training goes on. ``boundary``: a few groups at each of the
+    step boundaries before, while training waits. ``off``: all of it while the switch stops the job.
+    ``auto``: ``thread`` with gloo; ``boundary`` with NCCL, of which two communicators of one device
+    must not be used at a time.
     """
 
     auto = "auto"
     thread = "thread"
+    boundary = "boundary"
     off = "off"
+
+    def on(self, backend: str) -> "Overlap":
+        """What ``auto`` means over ``backend``."""
+        if self is not Overlap.auto:
+            return self
+        return Overlap.thread if backend == "gloo" else Overlap.boundary
 
 
 class OnLeave(StrEnum):

@@ -35,6 +35,11 @@ class Building[T: Abandonable]:
         """Whether the thread has returned, with a result or without."""
         return not self._thread.is_alive()
 
+    @property
+    def thread(self) -> threading.Thread:
+        """That which makes it."""
+        return self._thread
+
     def result(self, *, timeout_s: float) -> T:
         """What was made; waits for it. Raises what making it raised, :class:`WorldError` mostly."""
         self._thread.join(timeout_s)

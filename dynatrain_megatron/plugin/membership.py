@@ -23,14 +23,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynatrain_megatron.adapters.job import Job
+from dynatrain_megatron.config import Overlap
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.control import opened
 from dynatrain_megatron.elastic.directory import Directory
+from dynatrain_megatron.elastic.gate import Gate
 from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.errors import SwitchRefused, WorldError
 from dynatrain_megatron.observe import progress
+from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition import Target
 from dynatrain_megatron.transition.attempt import Attempt
 from dynatrain_megatron.transition.posted import Board, Posted
@@ -45,6 +48,7 @@ from dynatrain_megatron.transition.prepare import (
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_GROUPS_A_STEP = 4  # made at one boundary, where they are made at boundaries
 _BEAT_S = 1.0
 SILENT_S = 10.0
 """A process that has given no sign of life for so long, seconds, is taken for lost."""
@@ -58,6 +62,9 @@ class Pending:
     since: float = field(default_factory=time.monotonic)
     prepared: Prepared | None = None
     building: Building[Worlds] | None = None
+    gate: Gate | None = None
+    begin_hold: int | None = None
+    begin: int | None = None
     refused: str = ""
     is_ready: bool = False
     hold: int | None = None
@@ -98,8 +105,8 @@ class Beats:
 class Membership:
     """This process among those of the job, or of those that wait to join it.
 
-    ``check`` says whether an announced switch can be, and gives this process's target. ``overlaps``
-    is whether worlds are built in the background.
+    ``check`` says whether an announced switch can be, and gives this process's target. ``overlap``,
+    which is not ``auto``, is when worlds are built.
     """
 
     def __init__(
@@ -109,7 +116,7 @@ class Membership:
         check: Callable[[Posted], Target],
         wire: Wire,
         *,
-        overlaps: bool,
+        overlap: Overlap,
         timeout_s: float,
     ) -> None:
         self.uid = process_uid()
@@ -126,7 +133,7 @@ class Membership:
         self._store = store
         self._check = check
         self._wire = wire
-        self._overlaps = overlaps
+        self._overlap = overlap
         self._timeout_s = timeout_s
         self._iteration = job.iteration
         self._num_requests = 0
@@ -194,9 +201,40 @@ class Membership:
             self.give_up(pending)
             return None
         self.prepare(pending)
+        if pending.gate is not None and not self._build_some(pending, pending.gate, iteration):
+            return None
         if pending.is_scheduled or pending.hold is None or iteration < pending.hold:
             return None
         return self.decided(pending, iteration)
+
+    def _build_some(self, pending: Pending, gate: Gate, iteration: int) -> bool:
+        """Let a few groups be made at this boundary, as all processes of the job do at the same.
+
+        False where the switch has been called off.
+        """
+        assert pending.building is not None
+        if pending.begin is None:
+            if pending.begin_hold is None:
+                pending.begin_hold = iteration + 1
+                self.board.hold(pending.posted.change, iteration + 1, "begin")
+            if iteration < pending.begin_hold:
+                return True
+            found = self.board.wait_for_begin(pending.number, timeout_s=self._timeout_s)
+            if isinstance(found, str):
+                pending.called_off = found
+                self.give_up(pending)
+                return False
+            pending.begin = found
+            progress(
+                self._job.args.rank,
+                f"iteration {iteration}: from here on groups of the switch to come are made, "
+                f"{_GROUPS_A_STEP} at each boundary",
+            )
+        if iteration >= pending.begin and not pending.building.is_done:
+            current_platform().synchronize()
+            thread, timeout_s = pending.building.thread, 3 * self._wire.connect_s
+            gate.let_pass(_GROUPS_A_STEP, thread, timeout_s=timeout_s)
+        return True
 
     def decided(self, pending: Pending, iteration: int) -> Pending | None:
         """``pending`` where its boundary is this one; waits until that is decided."""
@@ -227,8 +265,11 @@ class Membership:
                 raise SwitchRefused(pending.posted.refused)
             target = self._check(pending.posted)
             prepared = prepare(self._job, pending.posted.change, target)
-            if self._overlaps and prepared.needs_building:
-                pending.building = start_building(prepared, self._store, self._wire)
+            if self._overlap is not Overlap.off and prepared.needs_building:
+                trains = self._job.built is not None
+                gate = Gate() if self._overlap is Overlap.boundary and trains else None
+                pending.building = start_building(prepared, self._store, self._wire, gate)
+                pending.gate = gate
             pending.prepared = prepared
         except WorldError:  # an earlier build has not ended yet: again at the next boundary
             if pending.is_scheduled:
@@ -267,6 +308,8 @@ class Membership:
         """The same; what was built for it goes."""
         leads = self.leads
         self.conclude(pending)
+        if pending.gate is not None:
+            pending.gate.open()  # its thread must end
         if pending.building is not None:
             pending.building.abandon()
         reason = pending.called_off or pending.refused or "it was called off"
@@ -279,6 +322,8 @@ class Membership:
     @contextmanager
     def switching(self, pending: Pending) -> Iterator[None]:
         """The switch is under way inside: watch that no process of it hangs."""
+        if pending.gate is not None:
+            pending.gate.open()
         self._switching = pending
         try:
             yield

@@ -265,22 +265,20 @@ class Session:
             return
         assert self._launch is not None and self._launch_layout is not None
         elastic, options = self.config.elastic, self._options()
-        overlaps = elastic.overlap is Overlap.thread or (
-            elastic.overlap is Overlap.auto and current_platform().backend == "gloo"
-        )
+        overlap = elastic.overlap.on(current_platform().backend)
         self._membership = Membership(
             job,
             job.store,
             self._check_posted,
             wire_of(options),
-            overlaps=overlaps,
+            overlap=overlap,
             timeout_s=elastic.timeout_s,
         )
         self._leader = Leader(
             job,
             self._membership,
             self._feasible,
-            lead_steps=_LEAD_STEPS if overlaps else 0,
+            lead_steps=0 if overlap is Overlap.off else _LEAD_STEPS,
             policy=self._policy,
             launch_layout=self._launch_layout,
             placing=self._placing(job),

@@ -9,20 +9,27 @@ any other follows from promises::
     armed      all are ready
     hold       a process of the job: I will not pass boundary h before I know where to stop
     stop       the latest of all promises; or, until then, ABORT
+
+In the same way the job's processes agree from which boundary on groups are made, where that is done
+a few at each (``begin``).
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.store import JobStore, store_errors
 
 _ABORT = "ABORT "
+
+To = Literal["begin", "stop"]
+"""What a promise is about: making groups, a few at each boundary, or the switch itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +114,20 @@ class Board:
         """Whether all are prepared."""
         return self._has(number, "armed")
 
-    def hold(self, change: Change, boundary: int) -> None:
-        """Promise to stop at ``boundary`` at the latest; the last promise decides."""
+    def hold(self, change: Change, boundary: int, to: To = "stop") -> None:
+        """Promise to stop, or to ``begin``, at ``boundary`` at the latest; the last one decides."""
         client = self._store.here()
         with store_errors("the boundary could not be agreed on"):
-            rank = client.add(_key(change.number, "holds"), 1)
-            client.set(_key(change.number, f"hold/{rank}"), str(boundary))
+            rank = client.add(_key(change.number, f"{to}-holds"), 1)
+            client.set(_key(change.number, f"{to}-hold/{rank}"), str(boundary))
             if rank == len(change.source):
-                keys = [_key(change.number, f"hold/{n}") for n in range(1, rank + 1)]
+                keys = [_key(change.number, f"{to}-hold/{n}") for n in range(1, rank + 1)]
                 client.wait(keys, timedelta(seconds=10))
-                self.stop(change.number, max(int(client.get(key)) for key in keys))
+                self.stop(change.number, max(int(client.get(key)) for key in keys), to)
 
-    def stop(self, number: int, boundary: int) -> None:
-        """Let the job stop there, unless the switch is called off already."""
-        self._store.here().compare_set(_key(number, "stop"), "", str(boundary))
+    def stop(self, number: int, boundary: int, to: To = "stop") -> None:
+        """Let the job stop (``begin``) there, unless the switch is called off already."""
+        self._store.here().compare_set(_key(number, to), "", str(boundary))
 
     def call_off(self, number: int, why: str) -> str:
         """There will be no such switch, unless its boundary is decided; returns what stands."""
@@ -136,10 +143,28 @@ class Board:
                 return None
             return _read_stop(bytes(client.get(key)).decode())
 
+    def begins(self, number: int) -> int | str | None:
+        """As :meth:`boundary`, of where groups begin to be made."""
+        client, key = self._store.here(), _key(number, "begin")
+        with store_errors("where to begin cannot be known"):
+            if client.check([key]):
+                return int(client.get(key))
+        stop = self.boundary(number)
+        return stop if isinstance(stop, str) else None
+
+    def wait_for_begin(self, number: int, *, timeout_s: float) -> int | str:
+        """As :meth:`begins`, once it is decided; calls the switch off when time is up."""
+        return self._wait(self.begins, number, timeout_s)
+
     def wait_for_boundary(self, number: int, *, timeout_s: float) -> int | str:
         """As :meth:`boundary`, once it is decided; calls the switch off when time is up."""
+        return self._wait(self.boundary, number, timeout_s)
+
+    def _wait(
+        self, find: Callable[[int], int | str | None], number: int, timeout_s: float
+    ) -> int | str:
         deadline = time.monotonic() + timeout_s
-        while (found := self.boundary(number)) is None:
+        while (found := find(number)) is None:
             if time.monotonic() > deadline:
                 why = f"no boundary was agreed on within {timeout_s:g} s"
                 return _read_stop(self.call_off(number, why))
@@ -149,8 +174,10 @@ class Board:
     def forget(self, change: Change) -> None:
         """Delete its keys; for one process, when nobody reads them any more."""
         client = self._store.here()
-        names = ["spec", "ready", "armed", "holds", "stop", "votes", "decision", "way-back"]
-        names += [f"hold/{n + 1}" for n in range(len(change.source))]
+        names = ["spec", "ready", "armed", "votes", "decision", "way-back"]
+        for to in ("begin", "stop"):
+            names += [to, f"{to}-holds"]
+            names += [f"{to}-hold/{n + 1}" for n in range(len(change.source))]
         names += [f"back/{uid}" for uid in change.source]
         names += [f"finished/{uid}" for uid in change.processes]
         for name in names:

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from dynatrain_megatron.adapters import arguments, groups
 from dynatrain_megatron.adapters.built import BuiltKey
@@ -29,8 +31,10 @@ from dynatrain_megatron.elastic import building, connections, records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.connections import Connections, Ends
+from dynatrain_megatron.elastic.gate import Gate
 from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
+from dynatrain_megatron.elastic.maker import Group, GroupMaker
 from dynatrain_megatron.elastic.store import JobStore, store_errors
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.engine import Transport, connect
@@ -134,13 +138,15 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
     )
 
 
-def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
+def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = None) -> Worlds:
     """Make the bridge and the target's world where there is none; collective over all processes.
 
-    In any thread. Raises :class:`WorldError` or :class:`SwitchRefused` on all of them where one
-    fails; nothing is left then.
+    In any thread, which waits at ``gate`` before each group. Raises :class:`WorldError` or
+    :class:`SwitchRefused` on all of them where one fails; nothing is left then.
     """
     change, bridge, port = prepared.change, prepared.bridge, store.address.port
+    gate = Gate(is_open=True) if gate is None else gate
+    gate()
     is_new, world = bridge is None, None
     before = connections.open_now(but_at=port)
     if bridge is None:
@@ -148,13 +154,15 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
     between = connections.open_now(but_at=port)
     try:
         if prepared.wanted is not None:
+            gate()
             world = worlds.build(
                 change.world(prepared.backend, prepared.timeout_s),
                 store.address,
-                prepared.wanted.make,
+                partial(_make_each, prepared.wanted, gate),
                 known=prepared.known,
                 timeout_s=wire.connect_s,
             )
+        gate()
         if prepared.needs_building:
             after = connections.open_now(but_at=port)
             made = (_without(between, before), _without(after, between))
@@ -172,9 +180,21 @@ def build(prepared: Prepared, store: JobStore, wire: Wire) -> Worlds:
     return Worlds(bridge, is_new, world)
 
 
-def start_building(prepared: Prepared, store: JobStore, wire: Wire) -> Building[Worlds]:
+def _make_each(wanted: WantedGroups, gate: Gate, maker: GroupMaker) -> Groups:
+    def create(**call: Any) -> Group:
+        gate()
+        return maker(**call)
+
+    return wanted.make(create)
+
+
+def start_building(
+    prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = None
+) -> Building[Worlds]:
     """The same in a thread of its own."""
-    return building.start(f"switch {prepared.change.number}", lambda: build(prepared, store, wire))
+    return building.start(
+        f"switch {prepared.change.number}", lambda: build(prepared, store, wire, gate)
+    )
 
 
 def _without(now: dict[int, Ends], before: dict[int, Ends]) -> dict[int, Ends]:

@@ -263,7 +263,7 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ("engine.timeout_s=inf", "a number above 0 (seconds)"),
         ("engine.check_replicas=maybe", "true or false"),
         ("elastic.cache_worlds=-1", "a whole number of at least 0"),
-        ("elastic.overlap=on", "auto, thread or off"),
+        ("elastic.overlap=on", "auto, thread, boundary or off"),
         ("elastic.store=node7", "auto, or HOST:PORT"),
         ("elastic.join=node7:99999", "HOST:PORT of a job's store, or null"),
         ("elastic.on_leave=die", "exit or park"),

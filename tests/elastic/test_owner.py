@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynatrain_megatron.config import ScheduleStep
+from dynatrain_megatron.config import Overlap, ScheduleStep
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore, StoreOwner, StoreServer, node_of_launch
 from dynatrain_megatron.layout import ParallelLayout
@@ -163,7 +163,7 @@ def test_who_was_taken_in_and_left_waits_no_more() -> None:
     job: Any = SimpleNamespace(processes=("a",), iteration=0)
     nothing: Any = None
     leading, later = (
-        Membership(job, store, nothing, nothing, overlaps=True, timeout_s=5) for _ in range(2)
+        Membership(job, store, nothing, nothing, overlap=Overlap.off, timeout_s=5) for _ in range(2)
     )
 
     def waiting(membership: Membership) -> tuple[str, ...]:

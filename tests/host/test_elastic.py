@@ -300,7 +300,9 @@ def test_a_policy_follows_who_comes_and_who_goes(tmp_path: Path) -> None:
         driver.wait_until("one has left", lambda: len(driver.members()) == 2)
 
     policy = "policy=dynatrain_megatron.policies:follow_capacity"
-    codes, _ = run_elastic(2, 1, FLAGS, [policy], tmp_path / "run", drive)
+    overrides = [policy, "elastic.overlap=boundary"]
+    codes, _ = run_elastic(2, 1, FLAGS, overrides, tmp_path / "run", drive)
+    assert "4 at each boundary" in (tmp_path / "run" / "rank0.log").read_text()
     assert codes == [0] * 3
     events = around.events(tmp_path / "run")
     assert [(event["ok"], event["origin"], event["world"]) for event in events] == [

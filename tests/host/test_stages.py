@@ -129,8 +129,11 @@ def test_the_ledger_is_within_the_plan_and_the_process_about(tmp_path: Path) -> 
 # ---------------------------------------------------------------------- failures
 
 
-def fail_at_stage(number: int, directory: Path) -> None:
-    """The check of a stage fails on every rank; what became of the job is noted; in a rank."""
+def fail_at_stage(number: int, directory: Path, *, for_good: bool) -> None:
+    """The check of a stage fails on every rank; what became of the job is noted; in a rank.
+
+    ``for_good`` lets all checks fail from then on, also those of the way back.
+    """
     from dynatrain_megatron.errors import SplitStateError, TransitionError
     from dynatrain_megatron.plugin import session
     from dynatrain_megatron.transition import move
@@ -139,7 +142,7 @@ def fail_at_stage(number: int, directory: Path) -> None:
 
     def failing(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
-        if len(calls) == number + 1:
+        if len(calls) == number + 1 or (for_good and len(calls) > number):
             raise TransitionError("made to fail")
         check(*args, **kwargs)
 
@@ -163,22 +166,23 @@ def fail_at_stage(number: int, directory: Path) -> None:
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_failure_goes_back_before_the_first_free_and_ends_the_job_after(
-    stage: int, tmp_path: Path
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_failure_takes_stages_back_and_ends_the_job_where_that_fails(
+    for_good: bool, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankFailure) if stage else contextlib.nullcontext():
+    with pytest.raises(RankFailure) if for_good else contextlib.nullcontext():
         run_megatron(
             2,
             [*TINY_LLAMA, "--bf16", *DISTRIBUTED, "--global-batch-size", "4"],
-            ["target=tp2", "switch_at=2", "engine.keep_source=never"],
+            ["target=tp2", "switch_at=2", "engine.keep_source=never", "engine.verify=fingerprint"],
             tmp_path,
-            inside=lambda: fail_at_stage(stage, tmp_path),
+            inside=lambda: fail_at_stage(1, tmp_path, for_good=for_good),
         )
     for rank in range(2):
         result = json.loads((tmp_path / f"failure-{rank}.json").read_text())
-        assert result == {"split": bool(stage), "same": not stage, "layout": "dp2", "tp": 1}
+        assert result == {"split": for_good, "same": not for_good, "layout": "dp2", "tp": 1}
     steps = [step["layout"] for step in around.steps(tmp_path)]
-    assert steps == ["dp2"] * (2 if stage else 4)  # called off, the job trains on
-    if stage:
-        assert "state is split between two layouts" in (tmp_path / "rank0.log").read_text()
+    assert steps == ["dp2"] * (2 if for_good else 4)  # called off, the job trains on
+    log = (tmp_path / "rank0.log").read_text()
+    assert "1 stages are taken back to dp2" in log
+    assert ("could not be brought back: made to fail" in log) == for_good

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dynatrain_megatron.config import EngineTransport
+from dynatrain_megatron.config import EngineTransport, Overlap
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 from dynatrain_megatron.elastic.world import process_uid
@@ -32,7 +32,7 @@ def membership(store: JobStore, *, timeout_s: float) -> Membership:
         processes=(OWN, OTHER), built=object(), num_changes=0, iteration=1, layout="dp2", secret=""
     )
     wire = Wire(EngineTransport.torch, 1 << 20, 20.0)
-    return Membership(job, store, _no_check, wire, overlaps=False, timeout_s=timeout_s)
+    return Membership(job, store, _no_check, wire, overlap=Overlap.off, timeout_s=timeout_s)
 
 
 def _no_check(posted: Posted) -> Any:

@@ -1,0 +1,54 @@
+"""A gate that lets a thread make groups only while the main thread stands still.
+
+Communicators that are made in the background beside training can deadlock on GPUs. So the thread
+that makes them waits before each one, and the main thread lets it make a few at every step boundary
+and waits meanwhile::
+
+    main     train | boundary: let 4 pass | train | boundary: let 4 pass | ...
+    thread         . 1  2  3  4           .       . 5  6  7  8
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Gate:
+    """``open`` from the start it holds nobody up."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self._condition = threading.Condition()
+        self._permits = 0
+        self._waiting = False
+        self._is_open = is_open
+
+    def __call__(self) -> None:
+        """The thread that makes groups, before each of them: wait until it may."""
+        with self._condition:
+            self._waiting = True
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self._is_open or self._permits > 0)
+            self._waiting = False
+            self._permits = max(0, self._permits - 1)
+
+    def let_pass(self, count: int, thread: threading.Thread, *, timeout_s: float) -> bool:
+        """Let ``thread`` make so many; returns when it has, or has ended, and whether it has ended.
+
+        Those that it does not make within ``timeout_s`` it may make later.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._condition:
+            self._permits += count
+            self._condition.notify_all()
+            while thread.is_alive() and time.monotonic() < deadline:
+                if self._waiting and not self._permits:
+                    return False
+                self._condition.wait(0.01)  # a thread that ends tells nobody
+        return not thread.is_alive()
+
+    def open(self) -> None:
+        """Hold nobody up from now on."""
+        with self._condition:
+            self._is_open = True
+            self._condition.notify_all()
