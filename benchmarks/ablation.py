@@ -254,9 +254,14 @@ def main() -> int:
         results.append(summary(case, ranks))
         for name, row in results[-1]["rows"].items():
             print(f"{case.source} <-> {case.target}  {name:30s} {row['stall_s']:.3f} s", flush=True)
+        write(args, {"parameters": model.numel, "rounds": rounds}, results)
+    return 0
+
+
+def write(args: argparse.Namespace, made_by: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    """What is measured by now."""
     content = {
-        "environment": environment("torch", "megatron-core", "numpy")
-        | {"parameters": model.numel, "rounds": rounds},
+        "environment": environment("torch", "megatron-core", "numpy") | made_by,
         "results": results,
     }
     args.out.mkdir(parents=True, exist_ok=True)
@@ -265,7 +270,6 @@ def main() -> int:
     stem.with_suffix(".md").write_text(table(content))
     with contextlib.suppress(ImportError):
         draw(content, stem.with_suffix(".png"))
-    return 0
 
 
 if __name__ == "__main__":

@@ -83,3 +83,26 @@ def test_the_roll_names_who_is_not_back(attempts: dict[str, Attempt]) -> None:
     attempts["a"].call_roll(timeout_s=5)  # one that was to join is not waited for
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_the_most_stages_that_anybody_knows_of_are_finished(attempts: dict[str, Attempt]) -> None:
+    """One process less sure than another must not leave it alone with what it has freed."""
+    for uid, stages in zip("abc", (1, 2, 1), strict=True):
+        attempts[uid].say_finished(stages)
+    found = at_once(*(lambda each=each: each.finished(timeout_s=5) for each in attempts.values()))
+    assert found == [2] * 3
+    ids = at_once(*(lambda each=each: each.way_back(timeout_s=5) for each in attempts.values()))
+    assert len(set(ids)) == 1 and type(ids[0]) is int
+
+
+@pytest.mark.parametrize("stages", [0, 1])
+def test_who_is_silent_is_missed_where_something_is_gone(
+    stages: int, attempts: dict[str, Attempt]
+) -> None:
+    attempts["a"].say_finished(0)
+    attempts["b"].say_finished(stages)
+    if stages:
+        with pytest.raises(TransitionError, match=r"c did not come back within 0\.2 s, with parts"):
+            attempts["a"].finished(timeout_s=0.2)
+    else:
+        assert attempts["a"].finished(timeout_s=0.2) == 0
