@@ -15,12 +15,13 @@ import time
 
 
 class Gate:
-    """``open`` from the start it holds nobody up."""
+    """Holds a thread up before each group that it makes; nobody where ``is_open``."""
 
     def __init__(self, *, is_open: bool = False) -> None:
         self._condition = threading.Condition()
         self._permits = 0
         self._waiting = False
+        self._is_done = False
         self._is_open = is_open
 
     def __call__(self) -> None:
@@ -32,20 +33,26 @@ class Gate:
             self._waiting = False
             self._permits = max(0, self._permits - 1)
 
-    def let_pass(self, count: int, thread: threading.Thread, *, timeout_s: float) -> bool:
-        """Let ``thread`` make so many; returns when it has, or has ended, and whether it has ended.
+    def done(self) -> None:
+        """The thread has made its last group; what it still does disturbs nobody."""
+        with self._condition:
+            self._is_done = True
+            self._condition.notify_all()
 
-        Those that it does not make within ``timeout_s`` it may make later.
+    def let_pass(self, count: int, thread: threading.Thread, *, timeout_s: float) -> bool:
+        """Let ``thread`` make so many; returns when it has, and whether it has made its last.
+
+        Or has ended. Those that it does not make within ``timeout_s`` it may make later.
         """
         deadline = time.monotonic() + timeout_s
         with self._condition:
             self._permits += count
             self._condition.notify_all()
-            while thread.is_alive() and time.monotonic() < deadline:
+            while thread.is_alive() and not self._is_done and time.monotonic() < deadline:
                 if self._waiting and not self._permits:
                     return False
                 self._condition.wait(0.01)  # a thread that ends tells nobody
-        return not thread.is_alive()
+            return self._is_done or not thread.is_alive()
 
     def open(self) -> None:
         """Hold nobody up from now on."""

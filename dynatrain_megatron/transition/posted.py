@@ -180,12 +180,18 @@ class Board:
             names += [f"{to}-hold/{n + 1}" for n in range(len(change.source))]
         names += [f"back/{uid}" for uid in change.source]
         names += [f"finished/{uid}" for uid in change.processes]
+        names += [f"ends/{uid}" for uid in change.processes]
         for name in names:
             client.delete_key(_key(change.number, name))
 
     def _has(self, number: int, name: str) -> bool:
         with store_errors("how far a switch is cannot be known"):
             return bool(self._store.here().check([_key(number, name)]))
+
+
+def ends_key(change: Change, uid: str) -> str:
+    """Where a process tells the others which connections its new groups have."""
+    return _key(change.number, f"ends/{uid}")
 
 
 def _key(number: int, name: str) -> str:

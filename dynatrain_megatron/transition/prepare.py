@@ -37,10 +37,11 @@ from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.maker import Group, GroupMaker
 from dynatrain_megatron.elastic.store import JobStore, store_errors
 from dynatrain_megatron.elastic.world import process_uid
-from dynatrain_megatron.engine import Transport, connect
+from dynatrain_megatron.engine import connect
 from dynatrain_megatron.planner import Topology
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
+from dynatrain_megatron.transition.posted import ends_key
 
 _RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
 
@@ -162,11 +163,11 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
                 known=prepared.known,
                 timeout_s=wire.connect_s,
             )
-        gate()
+        gate.done()
         if prepared.needs_building:
             after = connections.open_now(but_at=port)
             made = (_without(between, before), _without(after, between))
-            found = _known_to_others(made, bridge.transport, wire.timeout_s)
+            found = _known_to_others(made, change, store, wire.connect_s)
             if is_new:
                 bridge.world.connections = found[0]
             if world is not None:
@@ -185,7 +186,9 @@ def _make_each(wanted: WantedGroups, gate: Gate, maker: GroupMaker) -> Groups:
         gate()
         return maker(**call)
 
-    return wanted.make(create)
+    made = wanted.make(create)
+    gate.done()
+    return made
 
 
 def start_building(
@@ -202,12 +205,18 @@ def _without(now: dict[int, Ends], before: dict[int, Ends]) -> dict[int, Ends]:
 
 
 def _known_to_others(
-    made: Sequence[dict[int, Ends]], bridge: Transport, timeout_s: float
+    made: Sequence[dict[int, Ends]], change: Change, store: JobStore, timeout_s: float
 ) -> list[Connections]:
-    """Which connections lead to processes of the bridge, so that hung ones can be given up."""
-    own = json.dumps([here for each in made for here, _ in each.values()]).encode()
-    rows = bridge.all_gather(own, timeout_s=timeout_s)
-    ends = [end for row in rows for end in json.loads(row)]
+    """Which connections lead to processes of the change, so that hung ones can be given up.
+
+    They tell each other in the store: nothing is sent over any group beside training.
+    """
+    own = json.dumps([here for each in made for here, _ in each.values()])
+    client, keys = store.here(), [ends_key(change, uid) for uid in change.processes]
+    with store_errors(f"not all processes of switch {change.number} told their connections"):
+        client.set(ends_key(change, process_uid()), own)
+        client.wait(keys, timedelta(seconds=1.5 * timeout_s))
+        ends = [end for key in keys for end in json.loads(client.get(key))]
     return [Connections.among(each, ends) for each in made]
 
 
