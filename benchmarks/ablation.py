@@ -133,24 +133,37 @@ def transports() -> dict[str, Transport]:
 
 
 def measure(job: Job, case: Case, rounds: int) -> dict[str, Any]:
-    """Every row, there and back, in every round; on every rank. The first round warms up."""
+    """Every row right after the one it is held against, in every round; on every rank.
+
+    What a machine is slower at in one minute than in another then disturbs both alike.
+    """
     fill(job)
     ways, placing = transports(), placing_of(job)
+    rows = {row.name: row for row in ROWS}
     lines: dict[str, list[dict[str, Any]]] = {row.name: [] for row in ROWS}
-    for number in range(rounds + 1):
+    against: dict[str, list[dict[str, Any]]] = {row.name: [] for row in ROWS}
+
+    def there_and_back(row: Row, found: list[dict[str, Any]]) -> None:
+        use(job, ways[row.transport])
+        keep_layouts(job, row.kept)
+        for turn, layout in enumerate((case.target, case.source) * 2):
+            switched = switch_to(job, layout, row.options, placing if row.placed else None)
+            if turn > 1:  # before, nothing is known of the other layout
+                line = {"stall_s": switched.stall_s, **switched.report.seconds}
+                line["staging"] = switched.report.planned_peak_extra_bytes
+                line["max_send"] = switched.report.bytes["max_send"]
+                found.append(line)
+
+    there_and_back(ROWS[0], [])  # the first switches of a process are slower
+    for _ in range(rounds):
         for row in ROWS:
-            use(job, ways[row.transport])
-            keep_layouts(job, row.kept)
-            for turn, layout in enumerate((case.target, case.source) * 2):
-                switched = switch_to(job, layout, row.options, placing if row.placed else None)
-                if number and turn > 1:  # before, nothing is known of the other layout
-                    line = {"stall_s": switched.stall_s, **switched.report.seconds}
-                    line["staging"] = switched.report.planned_peak_extra_bytes
-                    line["max_send"] = switched.report.bytes["max_send"]
-                    lines[row.name].append(line)
+            if row.against is not None:
+                there_and_back(rows[row.against], against[row.name])
+            there_and_back(row, lines[row.name])
     dist.barrier()
     return {
         "lines": lines,
+        "against": against,
         "gb_s": {name: bandwidth(way) / 1e9 for name, way in ways.items() if "piece" not in name},
     }
 
@@ -159,9 +172,11 @@ def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians of every row, and what it costs more than the one it is held against."""
     found: dict[str, dict[str, Any]] = {}
     for row in ROWS:
-        rounds = list(zip(*(rank["lines"][row.name] for rank in ranks), strict=True))
-        stalls = [max(line["stall_s"] for line in one) for one in rounds]
-        moving = [sum(one[0][phase] for phase in MOVING) for one in rounds]
+        rounds, others = (
+            list(zip(*(rank[which][row.name] for rank in ranks), strict=True))
+            for which in ("lines", "against")
+        )
+        stalls, moving = _stalls(rounds), _moving(rounds)
         figures: dict[str, Any] = {
             "stall_s": statistics.median(stalls),
             "moving_s": statistics.median(moving),
@@ -174,16 +189,20 @@ def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "against": row.against,
         }
         if row.against is not None:
-            base = found[row.against]
-            # Round by round: what disturbs a round disturbs both.
             figures["stall_ratio"], figures["moving_ratio"] = (
-                statistics.median(a / b for a, b in zip(own, base[name], strict=True))
-                for own, name in ((stalls, "_stalls"), (moving, "_moving"))
+                statistics.median(a / b for a, b in zip(own, other, strict=True))
+                for own, other in ((stalls, _stalls(others)), (moving, _moving(others)))
             )
-        found[row.name] = {**figures, "_stalls": stalls, "_moving": moving}
-    for figures in found.values():
-        del figures["_stalls"], figures["_moving"]
+        found[row.name] = figures
     return {**case._asdict(), "gb_s": ranks[0]["gb_s"], "rows": found}
+
+
+def _stalls(rounds: list[tuple[dict[str, Any], ...]]) -> list[float]:
+    return [max(line["stall_s"] for line in one) for one in rounds]
+
+
+def _moving(rounds: list[tuple[dict[str, Any], ...]]) -> list[float]:
+    return [sum(one[0][phase] for phase in MOVING) for one in rounds]
 
 
 # ------------------------------------------------------------------------ what is written
@@ -193,7 +212,11 @@ def table(content: dict[str, Any]) -> str:
     """All cases as Markdown."""
     made_by = ", ".join(f"{key} {value}" for key, value in content["environment"].items())
     text = "# What each part of a switch is worth\n\nSeconds, medians of repeated switches both "
-    text += "ways; ratios to the row held against, medians over rounds.\n\n" + made_by + "\n"
+    text += (
+        "ways; ratios to the row held against, measured right before, medians over rounds.\n\n"
+        + made_by
+        + "\n"
+    )
     for case in content["results"]:
         text += f"\n## {case['source']} ↔ {case['target']}\n\n"
         head = ["", "stall", "÷", "moving", "÷", *PHASES, "busiest sends, MB", "peak, MiB"]
@@ -240,13 +263,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="10M, one case, under two minutes")
     parser.add_argument("--model", choices=DENSE, help="size of the model (200M)")
+    parser.add_argument("--cases", type=int, help="how many of the transitions (all)")
     parser.add_argument("--rounds", type=int, help="of all rows, there and back (3)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     model = DENSE[args.model or ("10M" if args.quick else "200M")]
     rounds = args.rounds or (1 if args.quick else 3)
     results = []
-    for case in CASES[: 1 if args.quick else None]:
+    for case in CASES[: 1 if args.quick else args.cases]:
         flags = [*model.flags(), *layout_flags(case.launch), "--bf16"]
         if not case.launch.dist_opt:
             flags.remove("--use-distributed-optimizer")
