@@ -10,6 +10,7 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
     ├── HostMismatch     Megatron or torch is not shaped as this version expects
     ├── TransitionError  something failed while a switch was under way
     │   ├── SwitchAborted    ... and was called off: the job is as it was
+    │   ├── CommitError      ... after all had agreed to it: this process must end
     │   └── SplitStateError  ... after parts of the old state were gone: the job must end
     ├── CheckpointError  a checkpoint on disk cannot be read
     ├── WorldError       a world of processes could not be built, or the store is out of reach
@@ -70,6 +71,13 @@ class TransitionError(DynaTrainError):
 
 class SwitchAborted(TransitionError):
     """A switch was called off on all its processes, before any committed; the job is as it was."""
+
+
+class CommitError(TransitionError):
+    """A switch failed on this process, or another of the target, after all had voted for it.
+
+    Nothing may be trained on or saved after it; the process has to end.
+    """
 
 
 class SplitStateError(TransitionError):

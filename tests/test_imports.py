@@ -21,6 +21,7 @@ LEVELS = {
     "": 0,  # the package itself, which holds the version and nothing else
     "errors": 0,
     "faults": 0,
+    "whereabouts": 0,
     "layout": 1,
     "configs": 0,  # presets, as YAML files
     "presets": 1,

@@ -40,6 +40,11 @@ class Building[T: Abandonable]:
         """That which makes it."""
         return self._thread
 
+    def wait(self, *, timeout_s: float) -> bool:
+        """Whether the thread returns within that time."""
+        self._thread.join(timeout_s)
+        return self.is_done
+
     def result(self, *, timeout_s: float) -> T:
         """What was made; waits for it. Raises what making it raised, :class:`WorldError` mostly."""
         self._thread.join(timeout_s)

@@ -5,7 +5,7 @@
     dynatrain/job            what a process that joins has to know; whoever starts a job writes it
     …/arrival/<k>            a process that waits to be taken into the job
     …/notice/<k>             a process that has to leave
-    …/beat/<uid>             a process that lives: written anew again and again
+    …/beat/<uid>             a process that lives, and where it is: written anew again and again
     …/request/<k>, answer/<k>  what is asked of the job from outside, and what became of it
     …/owner                  with whom the store ends
     …/end                    the job is over, or whether it ended well
@@ -17,7 +17,7 @@ local; each method takes the calling thread's client.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -127,11 +127,11 @@ class Directory:
         """What became of it so far."""
         return self._read(f"answer/{number}")
 
-    def beat(self, uid: str, count: int) -> None:
-        """This process lives."""
-        self._store.here().set(f"beat/{uid}", str(count))
+    def beat(self, uid: str, text: str) -> None:
+        """This process lives; ``text`` is another one each time."""
+        self._store.here().set(f"beat/{uid}", text)
 
-    def beats(self, uids: tuple[str, ...]) -> list[bytes]:
+    def beats(self, uids: Sequence[str]) -> list[bytes]:
         """The last sign of life of each; empty where there was none yet."""
         client = self._store.here()
         return [

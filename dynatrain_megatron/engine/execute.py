@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynatrain_megatron import faults
+from dynatrain_megatron import faults, whereabouts
 from dynatrain_megatron.engine.checksums import MessageChecks
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.parcels import Parcel, by_window, make_parcels
@@ -155,11 +155,11 @@ class _Run:
         self._staging.clear()
         windows = by_window(parcels)
         for number, together in enumerate(windows):
-            faults.inject(Phase.pack, transport.rank)
+            whereabouts.begin(Phase.pack, transport.rank)
             window = _prepare(together, self._staging, transport)
             self._streams.pack(window.pack, is_staged=window.is_staged)
             clock.lap("pack")
-            faults.inject(Phase.wire, transport.rank)
+            whereabouts.begin(Phase.wire, transport.rank)
             sends, receives = (window.messages(sending=each) for each in (True, False))
             self._under_way.append((window, transport.start(sends, receives)))
             clock.lap("wire")
@@ -174,7 +174,7 @@ class _Run:
             self._finish_first(checks)
         else:
             for phase in (Phase.pack, Phase.wire, Phase.unpack):
-                faults.inject(phase, transport.rank)
+                whereabouts.begin(phase, transport.rank)
             self._keep(kept)
         clock.add(self._streams.finish())
         self._sent += sum(parcel.nbytes for parcel in parcels if parcel.sending)
@@ -183,7 +183,7 @@ class _Run:
 
     def compare(self, checks: MessageChecks, schedule: Schedule) -> None:
         """Both ends of every message of the pass agree; collective."""
-        faults.inject(Phase.verify, self._transport.rank)
+        whereabouts.begin(Phase.verify, self._transport.rank)
         checks.compare(schedule, timeout_s=self._timeout_s)
         self._clock.lap("verify")
 
@@ -213,7 +213,7 @@ class _Run:
         if checks is not None:
             checks.arrived(window.carried)
             self._clock.lap("verify")
-        faults.inject(Phase.unpack, self._transport.rank)
+        whereabouts.begin(Phase.unpack, self._transport.rank)
         self._streams.unpack(window.unpack)
         self._clock.lap("unpack")
 

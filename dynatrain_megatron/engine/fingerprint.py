@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dynatrain_megatron import faults
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.engine.fragments import Fragments
 from dynatrain_megatron.engine.transport import Message, Transport
 from dynatrain_megatron.errors import TransitionError
@@ -139,7 +139,7 @@ def check_received(
     Raises :class:`TransitionError` on all ranks, naming the receiving ranks and tensors that
     differ.
     """
-    faults.inject(Phase.verify, transport.rank)
+    whereabouts.begin(Phase.verify, transport.rank)
     index = {t.name: i for i, t in enumerate(plan.tensors)}
     roster = target.roster
     got = hash_pieces(

@@ -19,6 +19,7 @@ import select
 import time
 from collections.abc import Mapping, Sequence
 
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.engine.link import Link, Stream
 from dynatrain_megatron.engine.transport import Message, Terms, Transfer, Transport, by_peer
 from dynatrain_megatron.errors import TransitionError
@@ -81,7 +82,8 @@ class RingTransport(Transport):
         links are closed then, so that no peer waits for this rank.
         """
         try:
-            self._carry(streams, timeout_s)
+            with whereabouts.waiting(f"rank {self.rank}: streams through rings"):
+                self._carry(streams, timeout_s)
         except TransitionError as error:
             self._failed = str(error)
             for link in self.links.values():
@@ -94,7 +96,9 @@ class RingTransport(Transport):
             # Every link has its turn.
             moved = sum(link.step() for link in self.links.values())
             now = time.monotonic()
-            moved_at = now if moved else moved_at
+            if moved:
+                moved_at = now
+                whereabouts.goes_on()
             left = moved_at + timeout_s - now
             if left <= 0:
                 idle = sorted(link.peer for link in self.links.values() if link.is_wanted)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.engine.rows import Rows
 from dynatrain_megatron.errors import TransitionError
 
@@ -181,9 +182,13 @@ def by_peer(messages: Sequence[Message]) -> dict[int, list[torch.Tensor]]:
 
 @contextlib.contextmanager
 def failures_of(doing: str) -> Iterator[None]:
-    """Turn what torch raises inside into a :class:`TransitionError` that says what was done."""
+    """A wait for other ranks: what torch raises inside becomes a :class:`TransitionError`.
+
+    ``doing`` says what is done, in the error and to those who want to know where this rank is.
+    """
     try:
-        yield
+        with whereabouts.waiting(doing):
+            yield
     except RuntimeError as error:
         raise TransitionError(f"{doing} failed: {error}") from error
 

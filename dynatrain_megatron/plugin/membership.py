@@ -12,6 +12,8 @@ The thread touches nothing of Megatron, torch's groups or the model.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -22,8 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.config import Overlap
+from dynatrain_megatron.elastic.beats import BEAT_S, SILENT_S, Beats, last_words, watched_by
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.control import opened
@@ -31,11 +35,12 @@ from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.gate import Gate
 from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.elastic.world import process_uid
-from dynatrain_megatron.errors import SwitchRefused, WorldError
+from dynatrain_megatron.errors import CommitError, SwitchRefused, TransitionError, WorldError
+from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition import Target
-from dynatrain_megatron.transition.attempt import Attempt
+from dynatrain_megatron.transition.attempt import Attempt, named
 from dynatrain_megatron.transition.posted import Board, Posted
 from dynatrain_megatron.transition.prepare import (
     Prepared,
@@ -44,14 +49,13 @@ from dynatrain_megatron.transition.prepare import (
     prepare,
     start_building,
 )
+from dynatrain_megatron.whereabouts import READY, LastWord, Place
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_GRACE_S = 3.0  # for a thread that is to find out by itself that the job is over
 _GROUPS_A_STEP = 4  # made at one boundary, where they are made at boundaries
-_BEAT_S = 1.0
-SILENT_S = 10.0
-"""A process that has given no sign of life for so long, seconds, is taken for lost."""
 
 
 @dataclass
@@ -79,27 +83,6 @@ class Pending:
     def is_scheduled(self) -> bool:
         """Whether all stop for it by themselves."""
         return self.posted.step is not None
-
-
-class Beats:
-    """When each of some processes was last heard of, by this process's own clock."""
-
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._seen: dict[str, tuple[bytes, float]] = {}
-
-    def silent(self, uids: tuple[str, ...], seconds: float = SILENT_S) -> list[str]:
-        """Those of ``uids`` that have been silent for so long since they were first asked for."""
-        now = time.monotonic()
-        found = []
-        for uid, beat in zip(uids, self._directory.beats(uids), strict=True):
-            last, since = self._seen.get(uid, (None, now))
-            if last != beat:
-                since = now
-            self._seen[uid] = beat, since
-            if now - since > seconds:
-                found.append(uid)
-        return found
 
 
 class Membership:
@@ -144,6 +127,9 @@ class Membership:
         self._notice: int | None = None
         self._num_notices = 0
         self._switching: Pending | None = None
+        self._num_beats = 0
+        self._told = self._watched_place = whereabouts.here()
+        self._stuck = self._looked = 0.0
         self._published = 0.0
         self._thread = threading.Thread(target=self._watch, name="dynatrain", daemon=True)
 
@@ -250,7 +236,12 @@ class Membership:
         with self._lock:
             if self.pending is not None:
                 return self.pending
-        posted = self.board.wait(number, timeout_s=self._timeout_s)
+        try:
+            posted = self.board.wait(number, timeout_s=self._timeout_s)
+        except WorldError as error:
+            first = self._job.processes[:1]
+            words = [f"{uid} (rank 0), {word}" for uid, word in self._last_words(first)]
+            raise WorldError("; ".join([str(error), *words])) from error
         with self._lock:
             if self.pending is None:
                 self.pending = Pending(posted)
@@ -319,16 +310,35 @@ class Membership:
         if leads and pending.called_off:
             progress(0, f"the announced switch to {pending.posted.layout} was called off: {reason}")
 
+    def end(self, pending: Pending, error: TransitionError) -> None:
+        """The job is over, since this process of it ends; those that wait, or hang, learn of it."""
+        change = pending.posted.change
+        needed = change.target if isinstance(error, CommitError) else change.source
+        if self.uid in needed:
+            with contextlib.suppress(WorldError, RuntimeError):
+                self.directory.end(f"{self.uid}: {error}")
+
+    def refuse(self, pending: Pending) -> None:
+        """Give up what this process has found that it cannot do, which others may have begun.
+
+        Raises :class:`TransitionError` where one of the job does not come back from it.
+        """
+        attempt = Attempt(self._store, pending.posted.change, self.uid)
+        attempt.abort(pending.refused)
+        attempt.call_roll(timeout_s=self._timeout_s)
+        self.give_up(pending)
+
     @contextmanager
     def switching(self, pending: Pending) -> Iterator[None]:
-        """The switch is under way inside: watch that no process of it hangs."""
+        """The switch is under way inside: watch that no process of it hangs; main thread."""
         if pending.gate is not None:
             pending.gate.open()
-        self._switching = pending
-        try:
-            yield
-        finally:
-            self._switching = None
+        with whereabouts.switching(self._tell_place):
+            self._switching = pending
+            try:
+                yield
+            finally:
+                self._switching = None
 
     def wait_for_call(self) -> Pending:
         """On a process that waits to join: the switch that takes it in, once all have stopped.
@@ -352,22 +362,37 @@ class Membership:
     # -- the thread --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        beats, last = 0, 0.0
+        last = 0.0
         while not self._stopping.wait(_TICK_S):
             try:
-                if time.monotonic() - last > _BEAT_S:
-                    last, beats = time.monotonic(), beats + 1
-                    self.directory.beat(self.uid, beats)
+                is_beat = time.monotonic() - last > BEAT_S
+                if is_beat:
+                    last, self._num_beats = time.monotonic(), self._num_beats + 1
                     self._look_for_the_silent()
-                self._tick()
+                if is_beat or whereabouts.here() is not self._told:
+                    self._beat()
+                self._tick(is_beat=is_beat)
             except (WorldError, RuntimeError):
                 logger.warning(
                     "the job's store is gone: no process can join or leave, and no switch be made",
                     exc_info=True,
                 )
+                self._wait_without_store()
                 return
 
-    def _tick(self) -> None:
+    def _beat(self) -> None:
+        """A sign of life, and where this process is; any thread."""
+        place = self._told = whereabouts.here()
+        pending = self.pending
+        if not place.phase and pending is not None and pending.is_ready:
+            place = Place(READY)
+        self.directory.beat(self.uid, whereabouts.to_text(self._num_beats, place))
+
+    def _tell_place(self) -> None:
+        with contextlib.suppress(WorldError, RuntimeError):  # the vote finds out, if not the thread
+            self._beat()
+
+    def _tick(self, *, is_beat: bool = False) -> None:
         if self.has_notice and self._notice is None:
             self._notice = self.directory.give_notice(self.uid)
         if self.has_notice and self.directory.nobody_stays:
@@ -375,9 +400,9 @@ class Membership:
         with self._lock:
             pending, number = self.pending, self._job.num_changes + 1
         if self._switching is not None:
-            self._see_that_none_hangs(self._switching)
+            self._see_that_none_hangs(self._switching, is_beat=is_beat)
         elif pending is not None:
-            self._further(pending)
+            self._further(pending, is_beat=is_beat)
         elif (posted := self._next(number)) is not None:
             with self._lock:
                 if self.pending is None and self._job.num_changes + 1 == posted.change.number:
@@ -401,7 +426,7 @@ class Membership:
             self._job.num_changes = number
         return None
 
-    def _further(self, pending: Pending) -> None:
+    def _further(self, pending: Pending, *, is_beat: bool) -> None:
         number, change = pending.number, pending.posted.change
         found = self.board.boundary(number)
         if isinstance(found, str):
@@ -413,21 +438,90 @@ class Membership:
         if pending.is_ready and pending.hold is None and self.board.is_armed(number):
             self._promise(pending)
         if time.monotonic() - pending.since > self._timeout_s:
-            self.board.call_off(number, f"not all were prepared within {self._timeout_s:g} s")
-        silent = self.beats.silent(change.processes) if pending.is_ready else []
+            why = f"not all were prepared within {self._timeout_s:g} s{self._unready(change)}"
+            self.board.call_off(number, why)
+        silent = self._silent(change, SILENT_S) if is_beat and pending.is_ready else []
         if silent:
-            self.board.call_off(number, f"no sign of life from {', '.join(silent)}")
+            self.board.call_off(number, f"no sign of life from {named(change, silent)}")
 
-    def _see_that_none_hangs(self, pending: Pending) -> None:
-        """Wake the main thread where it waits for who will not come, or others have given up."""
+    def _last_words(self, uids: tuple[str, ...]) -> list[tuple[str, LastWord]]:
+        with contextlib.suppress(WorldError, RuntimeError):
+            return list(zip(uids, last_words(self.directory, uids), strict=True))
+        return []
+
+    def _unready(self, change: Change) -> str:
+        words = last_words(self.directory, change.processes)
+        absent = [n for n, word in enumerate(words) if word.phase != READY]
+        return f": {named(change, absent)} did not say so" if absent else ""
+
+    def _silent(self, change: Change, seconds: float) -> list[int]:
+        """Who of those that this process watches has been silent for so long, by number."""
+        watched = watched_by(self.uid, change.processes)
+        return [change.processes.index(uid) for uid in self.beats.silent(watched, seconds)]
+
+    def _see_that_none_hangs(self, pending: Pending, *, is_beat: bool) -> None:
+        """Wake the main thread where it waits for who will not come, or others have given up.
+
+        Where the job goes on or ends without this process, and the main thread does not find out,
+        the process ends.
+        """
         change = pending.posted.change
         attempt = Attempt(self._store, change, self.uid)
-        silent = self.beats.silent(change.processes, 2 * SILENT_S)  # all have much to do now
+        # All have much to do now, so they may be silent for longer.
+        silent = self._silent(change, 2 * SILENT_S) if is_beat else []
         if silent:
-            attempt.abort(f"no sign of life from {', '.join(silent)}")
+            attempt.abort(f"no sign of life from {attempt.told_of(silent)}")
+        stuck_s = self._stuck_s()
+        is_stuck = stuck_s > self._wire.timeout_s + 2 * BEAT_S
+        if is_stuck and not (attempt.is_aborted or attempt.is_committed):
+            phase = whereabouts.here().phase
+            why = f"nothing has gone on here for {stuck_s:.0f} s in phase {phase}"
+            attempt.abort(f"{attempt.missing()}{why}")
         if attempt.is_aborted:
             for world in self._job.at_stake:
                 world.cut()
+            if stuck_s > self._wire.timeout_s + self._timeout_s + _GRACE_S:
+                self._end_unless_main_does(0.0, "the switch was called off")
+        elif silent and attempt.is_committed and not self._job.at_stake:
+            bridge = self._job.bridge  # which only brings figures now
+            if bridge is not None:
+                bridge.world.cut()
+        if is_beat and self.directory.has_ended:
+            self._end_unless_main_does(_GRACE_S, "the job has ended")
+
+    def _stuck_s(self) -> float:
+        """How long the main thread has been at one place, without time in which all stood still.
+
+        Waits that have a limit of their own do not count.
+        """
+        place, now = whereabouts.here(), time.monotonic()
+        is_limited = bool(place.waits_for) and place.phase in (Phase.groups, Phase.vote)
+        if place is not self._watched_place or is_limited:
+            self._watched_place, self._stuck, self._looked = place, 0.0, now
+        self._stuck += min(now - self._looked, BEAT_S)
+        self._looked = now
+        return self._stuck
+
+    def _wait_without_store(self) -> None:
+        """No switch can be decided now: the main thread finds out when what it waits for is late.
+
+        If it hangs it does not.
+        """
+        if self._switching is not None:
+            most_s = self._wire.timeout_s + self._timeout_s
+            self._end_unless_main_does(most_s, "the job's store is gone")
+
+    def _end_unless_main_does(self, seconds: float, why: str) -> None:
+        pending, deadline = self._switching, time.monotonic() + seconds
+        while pending is self._switching and time.monotonic() < deadline:
+            if self._stopping.wait(_TICK_S):
+                return
+        if pending is None or pending is not self._switching:
+            return
+        faulthandler.dump_traceback(all_threads=True)
+        word = whereabouts.from_text(whereabouts.to_text(0, whereabouts.here()))
+        print(f"[dynatrain] {self.uid} ends: {why}, and it hangs, {word}", flush=True)
+        os._exit(1)
 
     def _report_ready(self, pending: Pending) -> None:
         if pending.building is not None:
@@ -468,7 +562,7 @@ class Membership:
                 self.directory.answer(number, {"state": "refused", "reason": reason})
             else:
                 self.requests.append((number, text))
-        if time.monotonic() - self._published > _BEAT_S:
+        if time.monotonic() - self._published > BEAT_S:
             self._published = time.monotonic()
             self.directory.publish(self._status())
 

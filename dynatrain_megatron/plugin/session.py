@@ -44,6 +44,7 @@ from dynatrain_megatron.elastic.reach import be_reached
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreOwner, node_of_launch
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.errors import (
+    CommitError,
     DynaTrainError,
     LayoutError,
     SplitStateError,
@@ -124,7 +125,7 @@ class Session:
         self._due: _Due | None = None
         self._saved_iteration: int | None = None
         self._save_pending = False
-        self._split: SplitStateError | None = None
+        self._broken: TransitionError | None = None
 
     @staticmethod
     def _meet_within_reach(config: DynaTrainConfig) -> None:
@@ -518,7 +519,10 @@ class Session:
                 continue
             membership.prepare(pending)
             if pending.refused:
-                membership.give_up(pending)
+                if pending.posted.refused:  # as all know
+                    membership.give_up(pending)
+                else:
+                    membership.refuse(pending)
                 raise SwitchRefused(pending.refused)
             if membership.leads:
                 membership.board.stop(number, job.iteration)
@@ -607,11 +611,12 @@ class Session:
             self._membership.give_up(pending)
             self._refused(job, pending.posted.layout, refusal)
             return False
-        except SplitStateError as error:
-            self._split = error
-            raise
         except TransitionError as error:
-            raise TransitionError(f"{error}{self._last_checkpoint(job)}") from error
+            told = type(error)(f"{error}{self._last_checkpoint(job)}")
+            if isinstance(error, SplitStateError | CommitError):
+                self._broken = told
+            self._membership.end(pending, error)
+            raise told from error
         self._membership.conclude(pending)
         self._num_switches += 1
         self._membership.forget_before(pending.posted.change)
@@ -637,9 +642,9 @@ class Session:
         return f" (iteration {self._saved_iteration} is saved in {job.args.save})"
 
     def _check_whole(self) -> None:
-        """Nothing is trained on or saved once a switch has left no layout with the whole state."""
-        if self._split is not None:
-            raise self._split
+        """Nothing is trained on or saved once a switch has left no layout whole on this process."""
+        if self._broken is not None:
+            raise self._broken
 
     def _save(self, job: Job) -> None:
         """Write a checkpoint in the layout in force, as Megatron's loop does; collective.

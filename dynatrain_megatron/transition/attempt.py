@@ -10,15 +10,22 @@ COMMIT can only be written when all have voted, so whoever has not voted may abo
 may only wait. After an abort the processes of the job call the roll: training goes on when all of
 them are back, and the job ends where one is not. Where parts of the old state are gone, all say
 before how far they got, and bring it back together (:mod:`.undo`).
+
+What keeps a process waiting is told by the others' signs of life, which say where they are; they
+are read when something went wrong, and not before.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from dynatrain_megatron import whereabouts
+from dynatrain_megatron.elastic.beats import BEAT_S, SILENT_S, Beats, last_words
 from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore, store_errors
 from dynatrain_megatron.errors import SwitchAborted, TransitionError, WorldError
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 _COMMIT = "COMMIT"
 _ABORT = "ABORT "
 _REASON_CHARS = 1000
+_MOST_NAMED = 5
 
 
 class Attempt:
@@ -65,11 +73,12 @@ class Attempt:
         with store_errors("the outcome of the vote cannot be known: the store is gone"):
             if client.add(self._key("votes"), 1) == len(self.change.processes):
                 return self._decide(client, _COMMIT)
-            if self._waited(client, "decision", timeout_s):
+            with whereabouts.waiting("the others' votes"):
+                is_decided = self._waited(client, "decision", timeout_s)
+            if is_decided:
                 return bytes(client.get(self._key("decision"))).decode()
-            return self._decide(
-                client, f"{_ABORT}{self.uid} waited {timeout_s:g} s for the others' votes"
-            )
+            why = f"{self.missing()}{self.uid} waited {timeout_s:g} s for the others' votes"
+            return self._decide(client, f"{_ABORT}{why}")
 
     def abort(self, reason: str) -> str:
         """This process has not voted and will not: returns why the attempt ends, as all know it."""
@@ -80,11 +89,12 @@ class Attempt:
     @property
     def is_aborted(self) -> bool:
         """Whether somebody has called it off."""
-        client = self._client()
-        with store_errors("whether the switch was called off cannot be known"):
-            if not client.check([self._key("decision")]):
-                return False
-            return bytes(client.get(self._key("decision"))).decode() != _COMMIT
+        return self._stands() not in (None, _COMMIT)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether all have voted for it."""
+        return self._stands() == _COMMIT
 
     def say_finished(self, stages: int) -> None:
         """After an abort: so many stages are finished as far as this process knows."""
@@ -96,19 +106,23 @@ class Attempt:
 
         Raises :class:`TransitionError` naming those that do not say.
         """
+        with whereabouts.waiting("all to say how far they got"):
+            return self._finished(timeout_s)
+
+    def _finished(self, timeout_s: float) -> int:
         client, found, silent = self._client(), 0, []
         deadline = time.monotonic() + timeout_s
         with store_errors("how far the switch got cannot be known"):
-            for uid in self.change.processes:
+            for rank, uid in enumerate(self.change.processes):
                 left = max(0.001, deadline - time.monotonic())
                 if self._waited(client, f"finished/{uid}", left):
                     found = max(found, int(client.get(self._key(f"finished/{uid}"))))
                 else:
-                    silent.append(uid)
+                    silent.append(rank)
         if silent and found:
             raise TransitionError(
-                f"{', '.join(silent)} did not come back within {timeout_s:g} s, with parts of the "
-                "state that are nowhere else"
+                f"these did not come back within {timeout_s:g} s, with parts of the state that are "
+                f"nowhere else: {self.told_of(silent)}"
             )
         return found
 
@@ -124,26 +138,76 @@ class Attempt:
     def call_roll(self, *, timeout_s: float) -> None:
         """Wait until all processes of the job are back from an abort; each of them calls it.
 
-        Raises :class:`TransitionError` naming those that are not.
+        One that gives no sign of life is not waited for that long. Raises :class:`TransitionError`
+        naming those that are not back.
         """
-        client = self._client()
-        deadline = time.monotonic() + timeout_s
-        with store_errors("who is back from the switch cannot be known"):
-            client.set(self._key(f"back/{self.uid}"), "")
-            for uid in self.change.source:
-                left = max(0.001, deadline - time.monotonic())
-                if not self._waited(client, f"back/{uid}", left):
-                    keys = [self._key(f"back/{uid}") for uid in self.change.source]
+        self._say("back")
+        with whereabouts.waiting("all processes to be back"):
+            self._all_did("back", self.change.source, "after the switch was called off", timeout_s)
+
+    def say_done(self) -> None:
+        """Committed here, as far as this process itself goes."""
+        self._say("done")
+
+    def wait_for_done(self, *, timeout_s: float) -> None:
+        """As :meth:`call_roll`, of the processes of the target that have committed."""
+        with whereabouts.waiting("all processes to commit"):
+            self._all_did("done", self.change.target, "after the switch was committed", timeout_s)
+
+    def missing(self) -> str:
+        """Whom this process waits for, as far as the others' last words tell, in front of an error.
+
+        Empty where all of them wait themselves, or the store is gone.
+        """
+        uids = self.change.processes
+        try:
+            words = last_words(Directory(self._store), uids)
+        except (WorldError, RuntimeError):
+            return ""
+        ranks = [n for n, word in enumerate(words) if not word.waits_for and uids[n] != self.uid]
+        return f"not come so far: {self.told_of(ranks)}; " if ranks else ""
+
+    def told_of(self, ranks: Sequence[int]) -> str:
+        """Processes by their ranks in the bridge, and where they were when last heard of."""
+        uids = [self.change.processes[rank] for rank in ranks[:_MOST_NAMED]]
+        try:
+            words = [f", {word}" for word in last_words(Directory(self._store), uids)]
+        except (WorldError, RuntimeError):
+            words = [""] * len(uids)
+        told = [f"{uid} (rank {n}){w}" for n, uid, w in zip(ranks, uids, words, strict=False)]
+        return "; ".join([*told, *_and_more(ranks)])
+
+    def _all_did(self, what: str, uids: Sequence[str], when: str, timeout_s: float) -> None:
+        """Wait until all of ``uids`` have said that they did ``what``."""
+        client, begin = self._client(), time.monotonic()
+        beats, silent = Beats(Directory(self._store)), 2 * SILENT_S
+        with store_errors(f"who is there {when} cannot be known"):
+            for uid in uids:
+                while not self._waited(client, f"{what}/{uid}", min(BEAT_S, timeout_s)):
+                    waited_s = time.monotonic() - begin
+                    if waited_s < timeout_s and not beats.silent([uid], silent):
+                        continue
                     absent = [
-                        uid
-                        for uid, key in zip(self.change.source, keys, strict=True)
-                        if not client.check([key])
+                        self.change.processes.index(each)
+                        for each in uids
+                        if not client.check([self._key(f"{what}/{each}")])
                     ]
                     raise TransitionError(
-                        f"after the switch was called off {', '.join(absent)} did not come back "
-                        f"within {timeout_s:g} s, and the job cannot go on without; start again "
-                        "from the last checkpoint"
+                        f"{when} these did not come back within {waited_s:.1f} s: "
+                        f"{self.told_of(absent)}. The job cannot go on without; start again from "
+                        "the last checkpoint"
                     )
+
+    def _say(self, what: str) -> None:
+        with store_errors("the others cannot be told how far this process is"):
+            self._client().set(self._key(f"{what}/{self.uid}"), "")
+
+    def _stands(self) -> str | None:
+        client = self._client()
+        with store_errors("whether the switch was called off cannot be known"):
+            if not client.check([self._key("decision")]):
+                return None
+            return bytes(client.get(self._key("decision"))).decode()
 
     def _decide(self, client: Store, outcome: str) -> str:
         return bytes(client.compare_set(self._key("decision"), "", outcome)).decode()
@@ -162,3 +226,14 @@ class Attempt:
 
     def _client(self) -> Store:
         return self._store.here()
+
+
+def named(change: Change, ranks: Sequence[int]) -> str:
+    """Processes of ``change`` by their ranks in its bridge."""
+    told = [f"{change.processes[rank]} (rank {rank})" for rank in ranks[:_MOST_NAMED]]
+    return ", ".join([*told, *_and_more(ranks)])
+
+
+def _and_more(ranks: Sequence[int]) -> list[str]:
+    more = len(ranks) - _MOST_NAMED
+    return [f"and {more} more"] if more > 0 else []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynatrain_megatron import faults
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.config import Verify
 from dynatrain_megatron.engine import (
     BoundPlan,
@@ -90,7 +90,7 @@ class Move:
         if self.frees.wanted:
             self.give_back()
         for number, plan in enumerate(self.plan.plans):
-            faults.inject(Phase.memory, transport.rank)
+            whereabouts.begin(Phase.memory, transport.rank)
             with self._timed("memory"):
                 self._allocate(first == number)
             given, got = self.old.fragments, self.new.fragments

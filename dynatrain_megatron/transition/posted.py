@@ -179,6 +179,7 @@ class Board:
             names += [to, f"{to}-holds"]
             names += [f"{to}-hold/{n + 1}" for n in range(len(change.source))]
         names += [f"back/{uid}" for uid in change.source]
+        names += [f"done/{uid}" for uid in change.target]
         names += [f"finished/{uid}" for uid in change.processes]
         names += [f"ends/{uid}" for uid in change.processes]
         for name in names:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dynatrain_megatron import faults
-from dynatrain_megatron.engine import Transport
-from dynatrain_megatron.faults import Phase
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Peak
@@ -72,8 +70,7 @@ class Phases:
     @contextlib.contextmanager
     def __call__(self, name: str, doing: str) -> Iterator[None]:
         begin = time.perf_counter()
-        if name in list(Phase):
-            faults.inject(Phase(name), self._place)
+        whereabouts.begin(name, self._place)
         yield
         seconds = time.perf_counter() - begin
         self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds
@@ -86,10 +83,13 @@ def fill_in(
     move: Move,
     peak: Peak,
     rebuilt: int,
-    bridge: Transport,
-    timeout_s: float,
+    size: int,
+    gather: Callable[[bytes], list[bytes]],
 ) -> None:
-    """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
+    """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried.
+
+    ``gather`` gives everyone's figures for this rank's, ``size`` is how many there are.
+    """
     own: dict[str, Any] = {
         "pack": sum(executed.pack_s for executed in move.reports),
         "wire": sum(executed.wire_s for executed in move.reports),
@@ -102,7 +102,7 @@ def fill_in(
         "bound": peak.ends_with + peak.staging,
         "largest": peak.largest,
     }
-    rows = [json.loads(r) for r in bridge.all_gather(json.dumps(own).encode(), timeout_s=timeout_s)]
+    rows = [json.loads(row) for row in gather(json.dumps(own).encode())]
     for name in ("pack", "wire", "unpack"):
         report.seconds[name] = max(row[name] for row in rows)
     report.bytes = {
@@ -122,5 +122,5 @@ def fill_in(
     report.rounds = plan.num_windows
     report.schedule = ", ".join(plan.windows_by)
     report.predicted_s = plan.predicted_s
-    if bridge.size <= MOST_RANKS_IN_MATRIX:
+    if size <= MOST_RANKS_IN_MATRIX:
         report.bytes_matrix = plan.bytes_matrix.tolist()

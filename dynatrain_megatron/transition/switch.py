@@ -28,6 +28,8 @@ objects are there, without memory, and rosters, plan and what the transfer copie
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from dynatrain_megatron import whereabouts
 from dynatrain_megatron.adapters import arguments, groups, skeleton, writers
 from dynatrain_megatron.adapters.built import Built
 from dynatrain_megatron.adapters.handover import (
@@ -57,9 +60,11 @@ from dynatrain_megatron.engine.memory import Dropped, Ledger, storage_sizes
 from dynatrain_megatron.engine.replicas import check_replicas
 from dynatrain_megatron.engine.unwritten import Unwritten
 from dynatrain_megatron.errors import (
+    CommitError,
     SplitStateError,
     SwitchAborted,
     SwitchRefused,
+    TransitionError,
     WorldError,
 )
 from dynatrain_megatron.observe import progress
@@ -93,6 +98,10 @@ from dynatrain_megatron.vps import LogicalTensor, RosterSet
 
 __all__ = ["SwitchOptions", "SwitchReport", "switch", "wire_of"]
 
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+
 
 def wire_of(options: SwitchOptions) -> Wire:
     """How the bridge of a switch with these options is built."""
@@ -115,8 +124,9 @@ def switch(
     Raises :class:`SwitchRefused` where the switch cannot be (nothing was changed),
     :class:`SwitchAborted` where it was called off on all processes (the old state is intact, the
     host's globals are put back), :class:`TransitionError` where a process does not come back from
-    that or the outcome of the vote cannot be known, and :class:`SplitStateError` where parts of the
-    old state were freed and cannot be brought back: with these two the job must end.
+    that or the outcome of the vote cannot be known, :class:`CommitError` where something fails when
+    all have voted for it, and :class:`SplitStateError` where parts of the old state were freed and
+    cannot be brought back: with these three the process must end.
     """
     if job.store is None:
         raise SwitchRefused(
@@ -136,24 +146,35 @@ def switch(
     run = _Switch(job, prepared, options, attempt, report, phase)
     try:
         with phase("groups", "process groups made" if prepared.wanted else "process groups kept"):
-            run.worlds = _worlds(prepared, building, job, options)
+            run.worlds = _worlds(prepared, building, job, options, attempt)
         job.bridge = run.worlds.bridge
         job.at_stake = run.at_stake()
         run.move()
         with phase("vote", "all ranks ready to commit"):
             attempt.vote(timeout_s=options.decide_s)
     except SwitchRefused as refusal:
-        _give_up(run, attempt, str(refusal))
+        _give_up(run, attempt, f"{_missing(attempt)}{refusal}")
         raise
     except Exception as error:
         if attempt.in_doubt:
             raise
-        reason = _give_up(run, attempt, f"{type(error).__name__}: {error}")
+        reason = _give_up(run, attempt, f"{_missing(attempt)}{type(error).__name__}: {error}")
         _release(error)
         raise SwitchAborted(reason) from error
     job.at_stake = ()
-    run.commit()
+    try:
+        run.commit()
+    except Exception as error:
+        raise CommitError(
+            f"the switch was committed, and failed afterwards in phase commit: {_missing(attempt)}"
+            f"{error}. The process must end; start the job again from the last checkpoint"
+        ) from error
     return report
+
+
+def _missing(attempt: Attempt) -> str:
+    """Whom this process waited for when it failed; empty where it did not wait."""
+    return attempt.missing() if whereabouts.here().waits_for else ""
 
 
 def _who(prepared: Prepared) -> str:
@@ -167,13 +188,24 @@ def _who(prepared: Prepared) -> str:
 
 
 def _worlds(
-    prepared: Prepared, building: Building[Worlds] | None, job: Job, options: SwitchOptions
+    prepared: Prepared,
+    building: Building[Worlds] | None,
+    job: Job,
+    options: SwitchOptions,
+    attempt: Attempt,
 ) -> Worlds:
     assert job.store is not None
     try:
-        if building is not None:
-            return building.result(timeout_s=3 * options.connect_s)
-        return build(prepared, job.store, wire_of(options))
+        with whereabouts.waiting("process groups to be made"):
+            if building is None:
+                return build(prepared, job.store, wire_of(options))
+            deadline = time.monotonic() + 3 * options.connect_s
+            while not building.wait(timeout_s=_POLL_S):
+                if attempt.is_aborted:  # whoever did not come need not be waited for
+                    raise TransitionError("it was called off while process groups were made")
+                if time.monotonic() > deadline:
+                    raise WorldError(f"no process groups within {3 * options.connect_s:g} s")
+            return building.result(timeout_s=0)
     except WorldError as error:
         raise SwitchRefused(str(error), "the job stays as it is") from error
 
@@ -417,7 +449,8 @@ class _Switch:
             move.rebuild_begins()
             if new.built is not None:
                 new.built.state.restore_steps(steps)
-                rebuilt = new.built.state.rebuild_params()
+                with whereabouts.waiting("all to gather parameters"):
+                    rebuilt = new.built.state.rebuild_params()
         if options.verify is Verify.fingerprint:
             with phase("verify", "fingerprints compared"):
                 after = own_sums(rosters[1], new.holdings.fragments, transport.rank, chosen=shared)
@@ -467,17 +500,32 @@ class _Switch:
             report.keep_source, report.stages = str(planned.kept), planned.plan.stages.count
             report.verify = str(self.options.verify)
             report.peak_extra_bytes = self.ledger.peak_extra_bytes
-            transport, timeout_s = self.bridge.transport, self.options.timeout_s
-            fill_in(report, planned.plan, move, peak, rebuilt, transport, timeout_s)
+            if change.leavers and ready is not None:
+                self.attempt.say_done()
+            size = self.bridge.transport.size
+            fill_in(report, planned.plan, move, peak, rebuilt, size, self._last_word)
             if change.leavers:
                 self.bridge.end()
                 job.bridge = None
         progress(
-            transport.rank,
+            self.bridge.transport.rank,
             f"memory   {report.keep_source} kept, {report.stages} stages: at most "
             f"{report.peak_extra_bytes} bytes more on a rank (planned "
             f"{report.planned_peak_extra_bytes}, bound {report.bound_peak_extra_bytes})",
         )
+
+    def _last_word(self, own: bytes) -> list[bytes]:
+        """Everyone's figures. One that leaves may be lost by now: what it did is done."""
+        change, transport = self.prepared.change, self.bridge.transport
+        try:
+            return transport.all_gather(own, timeout_s=self.options.timeout_s)
+        except TransitionError:
+            if not change.leavers:
+                raise
+            if self._ready is not None:
+                self.attempt.wait_for_done(timeout_s=self.options.decide_s)
+            logger.warning("a process that leaves is lost; figures are this rank's", exc_info=True)
+            return [own]
 
     def restore_host(self) -> None:
         """Put arguments, groups, config and random streams back as they were; local."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -98,43 +99,57 @@ def fail_in_turn(stage: int) -> None:
 
 @pytest.mark.host
 @pytest.mark.parametrize(
-    ("phase", "keep"),
-    [("build", "always"), ("wire", "always"), ("vote", "always"), ("wire", "never")],
+    ("phase", "kind", "keep"),
+    [
+        ("build", "kill", "always"),
+        ("wire", "hang", "always"),
+        ("vote", "kill", "always"),
+        ("wire", "kill", "never"),
+    ],
 )
-def test_the_death_of_a_rank_ends_the_job_and_does_not_hang_it(
-    phase: str, keep: str, tmp_path: Path
+def test_the_loss_of_a_rank_ends_the_job_and_does_not_hang_it(
+    phase: str, kind: str, keep: str, tmp_path: Path
 ) -> None:
-    """With a checkpoint right before the switch, which the message names."""
+    """With a checkpoint right before the switch, which the message names.
 
-    def drive(driver: Driver) -> float:
-        begin = time.monotonic()
+    It names who is lost, too, and where; one that hangs finds out that the job is over.
+    """
+
+    def drive(driver: Driver) -> tuple[float, int]:
+        begin, pid = time.monotonic(), driver.pid(1)
         for number in (1, 0):
             driver.wait_until("the end", lambda number=number: not alive(driver.pid(number)))
-        return time.monotonic() - begin
+        return time.monotonic() - begin, pid
 
     saved = tmp_path / "saved"
-    codes, seconds = run_elastic(
+    codes, (seconds, pid) = run_elastic(
         2,
         0,
         [*FLAGS, "--train-iters", "6", "--save", str(saved), "--save-interval", "90"],
         [
-            *("target=pp2", "switch_at=2", "save_before_switch=true", "elastic.timeout_s=8"),
-            *("engine.timeout_s=20", f"engine.keep_source={keep}"),
-            f"faults=[{{rank: 1, phase: {phase}, kind: kill}}]",
+            *("target=pp2", "switch_at=2", "save_before_switch=true", "elastic.timeout_s=5"),
+            *(f"engine.timeout_s={6 if kind == 'hang' else 20}", f"engine.keep_source={keep}"),
+            f"faults=[{{rank: 1, phase: {phase}, kind: {kind}}}]",
         ],
         tmp_path / "run",
         drive,
     )
-    assert codes == [99, -9] and seconds < 60
-    log = (tmp_path / "run" / "rank0.log").read_text()
-    assert "did not come back within 8 s" in log or "Start again from the last checkpoint" in log
-    assert f"iteration 2 is saved in {saved}" in log
+    assert codes == [99, -9 if kind == "kill" else 1] and seconds < 60
+    log, other = ((tmp_path / "run" / f"rank{rank}.log").read_text() for rank in (0, 1))
+    *_, error = (line for line in log.splitlines() if line.startswith("dynatrain_megatron.errors."))
+    assert "did not come back within 5." in error or "had been freed" in error
+    assert re.search(rf":{pid}:\w+ \(rank 1\), last heard of in phase {phase}, at work", error)
+    assert f"iteration 2 is saved in {saved}" in error
+    assert (kind == "hang") == (f"it hangs, last heard of in phase {phase}" in other)
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 @pytest.mark.host
 def test_a_joiner_that_dies_or_hangs_in_a_switch_is_given_up(tmp_path: Path) -> None:
-    """Killed while data moves, stopped before the vote: the job goes on in its layout."""
+    """Killed while data moves, stopped before the vote: the job goes on in its layout.
+
+    So it does without one that leaves and dies when the switch is decided.
+    """
 
     def drive(driver: Driver) -> dict[str, Any]:
         seen: dict[str, Any] = {}
@@ -157,6 +172,7 @@ def test_a_joiner_that_dies_or_hangs_in_a_switch_is_given_up(tmp_path: Path) -> 
         driver.wait_until(
             "it trains", lambda: (driver.directory.status() or {})["iteration"] > at + 2
         )
+        seen["left"] = driver.ask(layout={"tp": 1, "world": 1})
         return seen
 
     codes, seen = run_elastic(
@@ -167,12 +183,15 @@ def test_a_joiner_that_dies_or_hangs_in_a_switch_is_given_up(tmp_path: Path) -> 
         tmp_path / "run",
         drive,
         overrides_of={
+            1: ["faults=[{rank: 1, phase: commit, kind: kill}]"],
             2: ["faults=[{rank: 2, phase: wire, kind: kill}]"],
             3: ["faults=[{rank: 2, phase: rebuild, kind: stop}]"],
         },
     )
-    assert codes == [0, 0, -9, -9]
+    assert codes == [0, -9, -9, -9]
     assert seen["killed"]["state"] == seen["stopped"]["state"] == "called off", seen
-    assert "no sign of life" in seen["stopped"]["reason"], seen
+    told = r"no sign of life from \S+ \(rank 2\), last heard of in phase rebuild, at work"
+    assert re.search(told, seen["stopped"]["reason"]), seen
+    assert seen["left"]["state"] == "done", seen
     steps = steps_of(tmp_path / "run")
     assert [step["iteration"] for step in steps] == list(range(1, len(steps) + 1))

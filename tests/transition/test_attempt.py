@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from dynatrain_megatron.elastic.change import Change
+from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 from dynatrain_megatron.errors import SwitchAborted, TransitionError, WorldError
-from dynatrain_megatron.transition.attempt import Attempt
+from dynatrain_megatron.transition import attempt as module
+from dynatrain_megatron.transition.attempt import Attempt, named
+from dynatrain_megatron.whereabouts import Place, to_text
 
 CHANGE = Change(1, ("a", "b"), ("b", "c"), bridge_id=1, world_id=2)
 
@@ -38,6 +42,11 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         return list(pool.map(run, calls))
 
 
+def is_at(attempt: Attempt, uid: str, place: Place) -> None:
+    """``uid`` has told so with its last sign of life."""
+    Directory(attempt._store).beat(uid, to_text(1, place))
+
+
 def vote(attempt: Attempt) -> Callable[[], None]:
     return lambda: attempt.vote(timeout_s=5)
 
@@ -57,9 +66,13 @@ def test_one_that_fails_keeps_all_from_committing(attempts: dict[str, Attempt]) 
 
 
 def test_who_waits_in_vain_calls_it_off(attempts: dict[str, Attempt]) -> None:
-    with pytest.raises(SwitchAborted, match=r"a waited 0\.2 s for the others' votes"):
+    is_at(attempts["a"], "a", Place("vote", "the others' votes"))
+    is_at(attempts["a"], "b", Place("verify", "rank 1: all-gather"))
+    is_at(attempts["a"], "c", Place("unpack", since=time.monotonic() - 9))
+    told = r"^not come so far: c \(rank 2\), last heard of in phase unpack, at work for 9\.\d s; "
+    with pytest.raises(SwitchAborted, match=f"{told}a waited 0.2 s for the others' votes"):
         attempts["a"].vote(timeout_s=0.2)
-    with pytest.raises(SwitchAborted, match="a waited"):
+    with pytest.raises(SwitchAborted, match=told):  # the same for all
         attempts["b"].vote(timeout_s=5)
 
 
@@ -76,13 +89,40 @@ def test_an_outcome_that_cannot_be_read_is_nobody_s_to_guess(
 
 
 def test_the_roll_names_who_is_not_back(attempts: dict[str, Attempt]) -> None:
-    with pytest.raises(TransitionError, match=r"called off b did not come back within 0\.2 s"):
+    is_at(attempts["a"], "b", Place("wire", since=time.monotonic() - 7))
+    told = (
+        r"called off these did not come back within 0\.\d s: b \(rank 1\), last heard of in phase "
+    )
+    told += r"wire, at work for 7\.\d s\. The job"
+    with pytest.raises(TransitionError, match=told):
         attempts["a"].call_roll(timeout_s=0.2)
     thread = threading.Thread(target=lambda: attempts["b"].call_roll(timeout_s=5))
     thread.start()
     attempts["a"].call_roll(timeout_s=5)  # one that was to join is not waited for
     thread.join(5)
     assert not thread.is_alive()
+
+
+def test_who_gives_no_sign_of_life_is_not_waited_for(
+    attempts: dict[str, Attempt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.1)
+    begin = time.monotonic()
+    with pytest.raises(TransitionError, match=r"b \(rank 1\)"):
+        attempts["a"].call_roll(timeout_s=60)
+    assert time.monotonic() - begin < 10
+
+
+def test_one_that_leaves_is_not_waited_for_after_the_commit(attempts: dict[str, Attempt]) -> None:
+    attempts["b"].say_done()
+    attempts["c"].say_done()
+    attempts["b"].wait_for_done(timeout_s=5)
+
+
+def test_few_of_many_are_named() -> None:
+    many = Change(1, tuple(f"p{n}" for n in range(9)), ("p0",), bridge_id=1, world_id=2)
+    assert named(many, [1, 2]) == "p1 (rank 1), p2 (rank 2)"
+    assert named(many, range(1, 9)).endswith("p5 (rank 5), and 3 more")
 
 
 def test_the_most_stages_that_anybody_knows_of_are_finished(attempts: dict[str, Attempt]) -> None:
@@ -102,7 +142,7 @@ def test_who_is_silent_is_missed_where_something_is_gone(
     attempts["a"].say_finished(0)
     attempts["b"].say_finished(stages)
     if stages:
-        with pytest.raises(TransitionError, match=r"c did not come back within 0\.2 s, with parts"):
+        with pytest.raises(TransitionError, match=r"0\.2 s, with parts .*: c \(rank 2\), last"):
             attempts["a"].finished(timeout_s=0.2)
     else:
         assert attempts["a"].finished(timeout_s=0.2) == 0

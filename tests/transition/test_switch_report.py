@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -49,8 +50,8 @@ def test_bytes_from_rank_to_rank_are_told_of_64_ranks_at_most(
         cast(Any, SimpleNamespace(reports=[])),
         Peak(0, 0, 0, 0),
         0,
-        _Alone.mesh(num_ranks)[0],
-        1.0,
+        num_ranks,
+        partial(_Alone.mesh(num_ranks)[0].all_gather, timeout_s=1.0),
     )
     assert (report.schedule, report.predicted_s) == ("ring", plan.predicted_s)
     assert report.predicted_s > 0
