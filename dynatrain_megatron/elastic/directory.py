@@ -167,6 +167,11 @@ class Directory:
         """Whether it is."""
         return bool(self._store.here().check(["end"]))
 
+    @property
+    def ended_how(self) -> str:
+        """What was said when it ended; only then."""
+        return bytes(self._store.here().get("end")).decode()
+
     def _append(self, kind: str, text: Callable[[int], str]) -> int:
         client = self._store.here()
         with store_errors(f"the job's store takes no {kind}"):

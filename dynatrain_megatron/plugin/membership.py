@@ -487,7 +487,10 @@ class Membership:
             if bridge is not None:
                 bridge.world.cut()
         if is_beat and self.directory.has_ended:
-            self._end_unless_main_does(_GRACE_S, "the job has ended")
+            bridge = self._job.bridge
+            for world in (*self._job.at_stake, *([] if bridge is None else [bridge.world])):
+                world.cut()
+            self._end_unless_main_does(_GRACE_S, f"the job has ended ({self.directory.ended_how})")
 
     def _stuck_s(self) -> float:
         """How long the main thread has been at one place, without time in which all stood still.

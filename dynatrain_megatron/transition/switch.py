@@ -101,6 +101,7 @@ __all__ = ["SwitchOptions", "SwitchReport", "switch", "wire_of"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_PATIENCE_S = 3.0  # most of what is being built has been by then, and can be ended in order
 
 
 def wire_of(options: SwitchOptions) -> Wire:
@@ -199,14 +200,17 @@ def _worlds(
         with whereabouts.waiting("process groups to be made"):
             if building is None:
                 return build(prepared, job.store, wire_of(options))
-            deadline = time.monotonic() + 3 * options.connect_s
+            deadline, patience_s = time.monotonic() + 3 * options.connect_s, _PATIENCE_S
             while not building.wait(timeout_s=_POLL_S):
-                if attempt.is_aborted:  # whoever did not come need not be waited for
+                patience_s -= _POLL_S * attempt.is_aborted
+                if patience_s < 0:  # whoever did not come need not be waited for
                     raise TransitionError("it was called off while process groups were made")
                 if time.monotonic() > deadline:
                     raise WorldError(f"no process groups within {3 * options.connect_s:g} s")
             return building.result(timeout_s=0)
     except WorldError as error:
+        if attempt.is_aborted:  # which has a reason of its own
+            raise TransitionError("it was called off while process groups were made") from error
         raise SwitchRefused(str(error), "the job stays as it is") from error
 
 
