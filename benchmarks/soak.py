@@ -1,4 +1,4 @@
-"""Many random transitions, one in ten with a fault: is ever a bit wrong, a fault missed, a job lost?
+"""Many random transitions, one in ten with a fault: is a bit wrong, a fault missed, a job lost?
 
 engine      1,000 transitions of made-up jobs of up to 16 processes (tests/soak/engine.py), each
             element of each target compared with bits that were drawn for it, by a transport that

@@ -220,7 +220,7 @@ _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+    return bool(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,7 +708,7 @@ def _check_entry(
     for name in entry:
         if name not in allowed:
             raise ConfigError(
-                f"key '{key}.{name}' is unknown{did_you_mean(str(name), allowed)}; got "
+                f"key '{key}.{_show(name)}' is unknown{did_you_mean(str(name), allowed)}; got "
                 f"{_show(entry[name])}; keys: {', '.join(allowed)}"
             )
     for name in needed:
@@ -759,7 +759,8 @@ def _show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_show(inner)}" for key, inner in value.items()) + "}"
+        inside = (f"{_show(key)}: {_show(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(inside) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_show(inner) for inner in value) + "]"
     text = str(value)

@@ -34,6 +34,9 @@ _SWITCHES = {"sp": ("sp", True), "nosp": ("sp", False)} | {
     "noopt": ("dist_opt", False),
 }
 _PIPELINE = re.compile(r"(?:^|-)pipeline:")
+# How the host writes repetitions out, (tt|)*29 first; it does so before it looks at the text.
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_MOST_LETTERS = 10_000
 # Nine digits are far more than any degree, and keep int() away from texts of any length.
 _TOKEN = re.compile(r"([a-z]+)([0-9]{1,9})")
 
@@ -487,6 +490,24 @@ def _check_value(name: str, value: object) -> None:
             f"order={value!r} must name each of {', '.join(sorted(_ORDER_AXES))} once, "
             f"for example {DEFAULT_ORDER!r}"
         )
+    elif name == "pipeline":
+        _check_repetitions(value)
+
+
+def _check_repetitions(pipeline: str) -> None:
+    """Refuse a pipeline layout that could not be written out."""
+    text = pipeline
+    for pattern in _REPEATED:
+        length = len(text)
+        for part, times in pattern.findall(text):
+            length += len(part) * int(times[:6])
+        if length > _MOST_LETTERS:
+            shown = pipeline if len(pipeline) <= 60 else f"{pipeline[:60]}…"
+            raise LayoutError(
+                f"pipeline={shown!r} stands for more than {_MOST_LETTERS} letters; it has one for "
+                "each layer, and | between stages"
+            )
+        text = pattern.sub(lambda found: found[1] * int(found[2]), text)
 
 
 def _degree(name: str, value: object) -> int:

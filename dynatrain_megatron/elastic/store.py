@@ -37,7 +37,7 @@ class StoreAddress:
     def parse(cls, text: str) -> StoreAddress:
         """Read ``HOST:PORT``; raises :class:`ConfigError` where that is something else."""
         host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        if not (host and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
             raise ConfigError(f"a store's address is HOST:PORT, not {text!r}")
         return cls(host.strip("[]"), int(port))
 
