@@ -24,7 +24,6 @@ from dynatrain_megatron.engine.transport import Message, Terms, Transfer, as_byt
 from dynatrain_megatron.errors import TransitionError
 
 POISON = 0xA5
-_TRIES = 8
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,12 +51,13 @@ class _Parcel:
         self.sent: torch.Tensor | None = None
         self.into: torch.Tensor | None = None
         self.buffered: torch.Tensor | None = None
+        self.is_noted = False
         self.half_done = False
         self.is_taken = False
         self.has_arrived = False
 
     def can_go_on(self, *, to_buffer: bool) -> bool:
-        if self.sent is None and self.buffered is None:
+        if self.has_arrived or (self.sent is None and self.buffered is None):
             return False
         return self.into is not None or (to_buffer and not self.is_taken)
 
@@ -107,7 +107,7 @@ class _Network:
         self.chance = random.Random(seed)
         self.eager = self.chance.choice([0.0, 0.3, 0.9])
         self.buffers = self.chance.random() < 0.5
-        self.parcels: list[_Parcel] = []
+        self.able: list[_Parcel] = []  # those that can be carried on
         self.lone_sends: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)
         self.lone_receives: dict[tuple[int, int], deque[_Parcel]] = defaultdict(deque)
         self.rounds: dict[int, dict[int, bytes]] = defaultdict(dict)
@@ -117,6 +117,7 @@ class _Network:
         parcel = self._parcel(src, dst, self.lone_receives, self.lone_sends)
         parcel.sent = tensor
         _check_sizes(parcel)
+        self._note(parcel)
         return parcel
 
     def receive(self, src: int, dst: int, tensor: torch.Tensor) -> _Parcel:
@@ -124,6 +125,7 @@ class _Network:
         parcel.into = tensor
         _check_sizes(parcel)
         poison(tensor)
+        self._note(parcel)
         return parcel
 
     def _parcel(
@@ -138,41 +140,33 @@ class _Network:
             return others[src, dst].popleft()
         parcel = _Parcel(src, dst)
         own[src, dst].append(parcel)
-        self.parcels.append(parcel)
         return parcel
+
+    def _note(self, parcel: _Parcel) -> None:
+        if not parcel.is_noted and parcel.can_go_on(to_buffer=self.buffers):
+            parcel.is_noted = True
+            self.able.append(parcel)
 
     def step(self) -> bool:
         """Carry any message a step further; whether there was one."""
-        number = self._any()
-        if number is None:
+        if not self.able:
             return False
-        parcel = self.parcels[number]
+        number = self.chance.randrange(len(self.able))
+        parcel = self.able[number]
         parcel.carry(self.chance)
-        if parcel.has_arrived:
-            self.parcels[number] = self.parcels[-1]
-            self.parcels.pop()
+        if not parcel.can_go_on(to_buffer=self.buffers):
+            parcel.is_noted = False
+            self.able[number] = self.able[-1]
+            self.able.pop()
         if parcel.is_taken:
             self.changed.notify_all()
         return True
-
-    def _any(self) -> int | None:
-        """The place of one that can be carried on, of all such ones alike if there are many."""
-        count = len(self.parcels)
-        for _ in range(min(count, _TRIES)):
-            number = self.chance.randrange(count)
-            if self._can_go_on(self.parcels[number]):
-                return number
-        able = [number for number, parcel in enumerate(self.parcels) if self._can_go_on(parcel)]
-        return self.chance.choice(able) if able else None
-
-    def _can_go_on(self, parcel: _Parcel) -> bool:
-        return parcel.can_go_on(to_buffer=self.buffers)
 
     def leave(self, rank: int) -> None:
         """Nobody touches this rank's memory from now on."""
         with self.changed:
             self.gone.add(rank)
-            self.parcels = [p for p in self.parcels if rank not in (p.src, p.dst)]
+            self.able = [p for p in self.able if rank not in (p.src, p.dst)]
             self.changed.notify_all()
 
 
