@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.cli import main
+from dynatrain_megatron.cli.fingerprint import _switch as switch_of
 from dynatrain_megatron.config import DynaTrainConfig, ScheduleStep, compose
 from dynatrain_megatron.elastic import control
 from dynatrain_megatron.elastic.control import JobFile, opened, signed
@@ -95,7 +96,7 @@ layouts = changes | words | values | st.builds("pp2-pipeline:{}".format, pipelin
 @settings(max_examples=200)
 @given(parallel_layouts(), layouts, st.integers(1, 64))
 def test_any_layout_is_one_or_refused(base: ParallelLayout, wanted: Any, world: int) -> None:
-    with refused_in_one_line(LayoutError, most=30_000):
+    with refused_in_one_line(LayoutError):
         found = derive(base, wanted, world)
         assert found.world == world
         assert read_changes(wanted).get("world") in (None, world)
@@ -116,7 +117,7 @@ steps = st.fixed_dictionaries(
 @given(st.lists(steps | values, max_size=3), values, st.none() | numbers)
 def test_any_schedule_is_one_or_refused(entries: list[Any], target: Any, at: Any) -> None:
     for settings_ in ({"schedule": tuple(entries)}, {"target": target, "switch_at": at}):
-        with refused_in_one_line(ConfigError, most=30_000):
+        with refused_in_one_line(ConfigError):
             config = DynaTrainConfig(**settings_)
             assert all(isinstance(step, ScheduleStep) for step in config.steps())
 
@@ -296,7 +297,7 @@ def test_any_job_file_is_read_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     (tmp_path / control.JOB_FILE).write_bytes(data)
-    with refused_in_one_line(ConfigError, most=30_000):
+    with refused_in_one_line(ConfigError):
         assert isinstance(JobFile.read(tmp_path), JobFile)
 
     def connect(self: StoreAddress, *, timeout_s: float) -> Any:
@@ -344,7 +345,7 @@ topologies = st.recursive(
 @example({"nodes": {"a": {"ranks": f"0-{DIGITS}"}}}, 4)
 @example({"node_width": 1 << 20_000}, 4)
 def test_any_topology_is_one_or_refused(content: Any, num_ranks: int) -> None:
-    with refused_in_one_line(ConfigError, most=30_000):
+    with refused_in_one_line(ConfigError):
         found = read_topology_file(content if isinstance(content, dict) else {"nodes": content})
         topology = found.over(Topology.single_node(num_ranks), ["gpu-1"] * num_ranks)
         assert len(topology.node) == num_ranks
@@ -352,15 +353,39 @@ def test_any_topology_is_one_or_refused(content: Any, num_ranks: int) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text("nodesrankw_ithp:{}[]-0123456789.&*!${} \n\t'\"#", max_size=60) | st.binary())
-@example(DEEP[:2_000])
+@example(DEEP[:400])
 @example("node_width: 0x" + "f" * 5_000)
 @example("a: &a [*a]")
 @example("nodes: !!python/object/apply:os.system [exit]")
 def test_any_topology_file_is_read_or_refused(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with refused_in_one_line(ConfigError, most=60_000):
+    with refused_in_one_line(ConfigError):
         read_topology_file(str(path))
+
+
+presets = st.sampled_from(["layout", "engine", "elastic", "experiment", "topology"])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    presets,
+    values.map(lambda value: json.dumps(value).encode())
+    | st.text("tpdefaults:override/ {}[]-01_@package\n\"'$", max_size=60).map(str.encode)
+    | st.binary(max_size=20),
+)
+@example("engine", b"window_ops: ${engine.window_ops}")
+@example("experiment", b"defaults: [experiment: mine]")
+@example("experiment", b"# @package _global_\nfaults: 3")
+@example("layout", DEEP[:400].encode())
+def test_any_preset_file_is_read_or_refused(tmp_path: Path, group: str, content: bytes) -> None:
+    (tmp_path / group).mkdir(exist_ok=True)
+    (tmp_path / group / "mine.yaml").write_bytes(content)
+    override = ["target=mine", "switch_at=2"] if group == "layout" else [f"{group}=mine"]
+    with refused_in_one_line(ConfigError):
+        config = compose(override, tmp_path)
+        if not isinstance(config.topology, str):
+            read_topology_file(config.topology)
 
 
 EVENTS = [
@@ -402,6 +427,8 @@ def test_a_damaged_record_of_a_run_is_read_or_refused(tmp_path: Path, data: st.D
         (tmp_path / name).write_bytes(damaged(data, sound))
     with refused_in_one_line(DynaTrainError):
         json.dumps(as_json(read_run(tmp_path), None), allow_nan=False)
+    with refused_in_one_line(ConfigError):
+        assert switch_of(tmp_path, Path("iter_0000005"))["iteration"] == 5
 
 
 def numbers_of(found: Any) -> list[Callable[[int], None]]:

@@ -24,14 +24,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
-from dynatrain_megatron.errors import ConfigError, did_you_mean
+from dynatrain_megatron.errors import SHOWN_CHARS, ConfigError, did_you_mean, shown
 from dynatrain_megatron.planner.topology import Speeds, Topology
 
 _SPEEDS = tuple(field.name for field in dataclasses.fields(Speeds))
 _KEYS = ("nodes", "ranks_per_node", "node_width", "speeds")
 _SPAN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _MOST_RANKS = 1 << 20  # guards against a slip such as 0-99999999
-_SHOWN_CHARS = 200
 _MOST_SPEED = 1e100  # beyond, sums of times and bytes are no numbers any more
 
 
@@ -140,13 +139,9 @@ def _load(path: str) -> object:
 
 
 def _shown(value: object) -> str:
-    """A value or key as part of a line."""
-    try:
-        text = str(value)
-    except (ValueError, RecursionError):
-        return "…"  # more digits than Python prints, or lists in lists without end
-    text = text if text.isprintable() else ascii(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    """A value or key as it was written."""
+    is_plain = isinstance(value, str) and value.isprintable() and len(value) <= SHOWN_CHARS
+    return str(value) if is_plain else shown(value)
 
 
 @dataclass(frozen=True, slots=True)
