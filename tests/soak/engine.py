@@ -227,9 +227,8 @@ class Truth:
         roster = fragments.roster
         for slot, views in enumerate(fragments.views):
             tensor, region = roster.tensors[int(roster.tensor[slot])], roster.region(slot)
-            cut = tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
             for k, view in enumerate(views):
-                bits = self._bits[tensor.name, k][cut]
+                bits = self._bits[tensor.name, k][_cut(region)]
                 yield f"{tensor.name} {tensor.states[k].kind} {region}", view.view(bits.dtype), bits
 
 
@@ -238,13 +237,23 @@ class Truth:
 
 @functools.cache
 def rosters_of(family: str, layout: str) -> tuple[Roster, ...]:
-    """Those of all ranks."""
+    """Those of all ranks, which together hold every element."""
     found = make_rosters(FAMILIES[family].model, ParallelLayout.parse(layout))
     rows = found.rows
-    return tuple(
+    rosters = tuple(
         Roster(found.tensors, rows.tensor[own], rows.start[own], rows.stop[own])
         for own in map(found.rows_of, range(found.num_ranks))
     )
+    held = [np.zeros(tensor.shape, dtype=np.bool_) for tensor in found.tensors]
+    for roster in rosters:
+        for slot, number in enumerate(roster.tensor.tolist()):
+            held[number][_cut(roster.region(slot))] = True
+    assert all(each.all() for each in held), (family, layout)
+    return rosters
+
+
+def _cut(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(region.start, region.stop, strict=True))
 
 
 def nothing(tensors: tuple[LogicalTensor, ...]) -> Roster:
