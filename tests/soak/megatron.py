@@ -3,8 +3,8 @@
 Each family of models is one run that switches after every step, with fingerprints compared. Every
 switch that is done is held against Megatron's own checkpoint (:mod:`tests.host.oracle`): saved in
 the layout before, loaded in the one after, each tensor bit for bit. After every one that is called
-off the job must be in the layout it was in, with the same bits. Schedules, windows, staging memory
-and whether the old state is kept are drawn for each switch; each family has another transport.
+off the job must be in the layout it was in, with the same bits. Schedules, windows and whether the
+old state is kept are drawn for each switch; each family has its own transport and staging memory.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ KINDS = [Kind.exception, Kind.bitflip, Kind.oom]
 
 
 class Family(NamedTuple):
-    """Flags of a model, layouts of it, of which the first is the launch's, and a transport."""
+    """Flags of a model, layouts of it, of which the first is the launch's, and how it moves."""
 
     flags: list[str]
     launch: list[str]
     layouts: tuple[str, ...]
-    transport: str
+    engine: tuple[str, ...]
 
 
 FAMILIES = {
@@ -49,7 +49,7 @@ FAMILIES = {
             *("pp2-vpp2-dp2", "tp2-pp2-sp", "cp2-dp2", "cp4", "tp2-cp2", "pp2-cp2", "dp4-mbs2"),
             *("dp4-instances2", "pp2-dp2-order:tp.cp.ep.pp.dp", "pp4-pipeline:E|tt|tt|L"),
         ),
-        "vm",
+        ("engine.transport=vm", "engine.staging_mib=1"),
     ),
     "mixture of experts": Family(
         [*TINY_LLAMA, *MOE],
@@ -58,7 +58,7 @@ FAMILIES = {
             *("dp4-ep4", "dp4", "dp4-ep2", "tp2-dp2-ep2-etp1-sp", "pp2-vpp2-dp2", "tp4-sp"),
             *("tp2-pp2-ep2-etp1-sp", "pp2-dp2-ep2", "pp4", "tp2-dp2-sp", "cp2-dp2-ep2"),
         ),
-        "memfd",
+        ("engine.transport=memfd", "engine.staging_mib=2"),
     ),
     "latent attention": Family(
         [*LATENT, *WIDE, *MOE, *DEEPSEEK],
@@ -67,13 +67,13 @@ FAMILIES = {
             *("dp4-ep4", "dp4", "dp4-ep2", "tp2-dp2-ep2-etp1-sp", "pp2-dp2-ep2", "cp2-dp2-ep2"),
             *("tp2-pp2-ep2-etp1-sp", "tp4-sp", "cp4-ep4"),
         ),
-        "torch",
+        ("engine.transport=torch", "engine.staging_mib=1"),
     ),
     "hybrid": Family(
         [*without(TINY_LLAMA, "--num-layers", 2), "--hybrid-layer-pattern", "*-*-|*E*E/*-", *MOE],
         ["--pipeline-model-parallel-size", "2"],
         ("pp2-dp2", "tp2-dp2-sp", "dp4-ep2", "pp2-vpp2-dp2", "tp2-pp2-sp", "pp4", "dp4"),
-        "auto",
+        (),
     ),
 }
 
@@ -85,7 +85,6 @@ class Wanted:
     target: str
     schedule: EngineSchedule
     window_ops: int
-    staging_bytes: int
     keep_source: KeepSource
     fault: Fault | None
 
@@ -107,7 +106,6 @@ def drawn(layouts: Sequence[str], count: int, chance: random.Random) -> list[Wan
                 target,
                 chance.choice(list(EngineSchedule)),
                 chance.choice([4, 32, 256]),
-                chance.choice([1 << 20, 16 << 20, 256 << 20]),
                 # What has been freed does not come back, so such a job could not go on.
                 KeepSource.always
                 if fault
@@ -153,7 +151,7 @@ def _run(
             *("--train-iters", str(FIRST + len(wanted) + 2)),
             *("--data-cache-path", str(directory / "cache")),
         ],
-        [f"schedule=[{', '.join(steps)}]", f"engine.transport={family.transport}"],
+        [f"schedule=[{', '.join(steps)}]", *family.engine],
         directory,
         timeout_s=timeout_s,
         inside=lambda: _attach(wanted, directory),
@@ -227,7 +225,6 @@ def _attach(wanted: Sequence[Wanted], directory: Path) -> None:
             options.plan,
             schedule=drawn.schedule,
             window_ops=drawn.window_ops,
-            staging_bytes=drawn.staging_bytes,
         )
         options = dataclasses.replace(options, plan=plan, keep_source=drawn.keep_source)
         layout, rank = str(job.layout), job.args.rank
