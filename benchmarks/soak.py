@@ -130,15 +130,15 @@ def page(content: Mapping[str, Any]) -> str:
             f"## {part}",
             "",
             f"**{found['transitions']} transitions, {len(found['wrong'])} wrong.** Seed "
-            f"{both['seed']}, {both['seconds']:.0f} s, commit {where['commit']}, torch "
+            f"{where['seed']}, {where['seconds']:.0f} s, commit {where['commit']}, torch "
             f"{where['torch']}, megatron-core {where['megatron-core']}, Python {where['python']}.",
             "",
             "| what | how many |",
             "|---|---|",
             *(f"| {name} | {value} |" for name, value in _figures(found)),
             "",
-            "| fault | wanted | happened | called off, source whole | every stage whole "
-            "somewhere | wrong |",
+            "| fault | wanted | happened | called off, source whole | parts of the source gone, "
+            "each stage whole | else |",
             "|---|---|---|---|---|---|",
             *_fault_rows(found),
             "",
@@ -173,9 +173,9 @@ def _listed(counts: Mapping[str, int]) -> str:
 def _fault_rows(found: Mapping[str, Any]) -> list[str]:
     rows = []
     for name, row in found["faults"].items():
-        aborted, split = row.get("aborted", 0), row.get("split", 0)
+        aborted, back = row.get("aborted", 0), row.get("taken back", 0) + row.get("split", 0)
         happened = row.get("happened", 0)
-        counts = (row["wanted"], happened, aborted, split, happened - aborted - split)
+        counts = (row["wanted"], happened, aborted, back, happened - aborted - back)
         rows.append(f"| {name} | {' | '.join(map(str, counts))} |")
     return rows
 

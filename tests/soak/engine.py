@@ -9,7 +9,7 @@ again is overwritten::
     truth     every state of every logical tensor, unsharded: the same bits for all layouts
     before    the truth cut to fragments; new bits at each transition, so that nothing stale fits
     after     every element of every target fragment is the truth's; or, where it failed, every
-              stage is whole in the source (all that is alive there) or in the target
+              stage is whole in the source or in the target, and what is gone is taken back
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from dynatrain_megatron import faults
 from dynatrain_megatron.config import EngineSchedule, Verify
-from dynatrain_megatron.engine import Fragments, FragmentsBuilder, memory
+from dynatrain_megatron.engine import Fragments, FragmentsBuilder, holdings, memory
 from dynatrain_megatron.engine.execute import _Buffer
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Dropped, Ledger
@@ -40,6 +40,7 @@ from dynatrain_megatron.planner.stages import Room, Stages, choose_stages, one_s
 from dynatrain_megatron.shapes import Model, make_rosters
 from dynatrain_megatron.transition import move as moving
 from dynatrain_megatron.transition.move import Frees, Move
+from dynatrain_megatron.transition.undo import move_back
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterSet
 from tests.engine.late import LateTransport, poison, poison_storage
 from tests.engine.test_transport import on_ends
@@ -120,7 +121,8 @@ class Transition:
 class Outcome:
     """What became of a transition. ``wrong`` says what must not be; empty where all is well.
 
-    ``result`` is done, aborted (the source is whole) or split (each stage is whole somewhere).
+    ``result`` is done, aborted (the source is whole), or taken back: parts of the source were gone,
+    each stage was whole in one of both, and then the source was whole again.
     """
 
     transition: Transition
@@ -327,11 +329,12 @@ def poisoned() -> Iterator[None]:
     What was freed has none at all afterwards: whoever looks at it by a view of its own finds that
     the view has no memory.
     """
-    restore_one, clear, free = Dropped.restore_one, _Buffer.clear, memory.free
+    allocate, clear, free = memory.allocate, _Buffer.clear, memory.free
 
-    def restored(self: Dropped, storage: torch.UntypedStorage, *, zeros: bool) -> None:
-        restore_one(self, storage, zeros=zeros)
-        if not zeros:
+    def allocated(storage: torch.UntypedStorage, nbytes: int, *, zeros: bool) -> None:
+        is_new = not storage.nbytes()
+        allocate(storage, nbytes, zeros=zeros)
+        if is_new and not zeros:
             poison_storage(storage)
 
     def cleared(self: Any) -> None:
@@ -346,7 +349,7 @@ def poisoned() -> Iterator[None]:
         return free(all_of_them)
 
     with (
-        mock.patch.object(Dropped, "restore_one", restored),
+        mock.patch.object(holdings, "allocate", allocated),
         mock.patch.object(_Buffer, "clear", cleared),
         mock.patch.object(moving, "free", freed),
     ):
@@ -363,6 +366,8 @@ class _Ends(NamedTuple):
     new: list[Side]
     rosters: tuple[RosterSet, RosterSet]
     stages: Stages
+    topology: Topology
+    options: PlanOptions
     plans: list[StagedPlan]
 
 
@@ -405,8 +410,8 @@ class Made:
         outcome.wrong += _unexpected(errors, fault if outcome.fired else None)
         if any(errors):
             outcome.result = self._look_at_both(truth, ends, outcome)
-            if outcome.result == "split":  # such a job starts again
-                self._enter(self.layout, self.world, shared=wanted.shared, gap=wanted.gap)
+            if outcome.result == "split":
+                self._take_back(wanted, truth, ends, moves, outcome)
         else:
             self._look_at_target(truth, ends, moves, outcome)
             self.layout, self.world = wanted.target, list(wanted.processes)
@@ -442,8 +447,10 @@ class Made:
         )
         make = functools.partial(make_staged_plan, *both, stages, topology, options)
         if not wanted.own_plans:
-            return _Ends(old, new, both, stages, [make()] * size)
-        return _Ends(old, new, both, stages, [make(rank=rank) for rank in range(size)])
+            plans = [make()] * size
+        else:
+            plans = [make(rank=rank) for rank in range(size)]
+        return _Ends(old, new, both, stages, topology, options, plans)
 
     def _moves(self, wanted: Transition, ends: _Ends) -> list[Move]:
         return [
@@ -451,7 +458,6 @@ class Made:
                 plan,
                 old.holdings,
                 new.holdings,
-                new.missing,
                 Ledger([*old.tensors, *new.tensors]),
                 Frees(wanted=wanted.frees),
                 lambda: None,
@@ -459,18 +465,56 @@ class Made:
             for plan, old, new in zip(ends.plans, ends.old, ends.new, strict=True)
         ]
 
-    def _carried_out(
-        self, wanted: Transition, ends: _Ends, moves: Sequence[Move]
-    ) -> list[BaseException | None]:
-        """What each rank raised."""
-        size = len(moves)
+    def _take_back(
+        self,
+        wanted: Transition,
+        truth: Truth,
+        ends: _Ends,
+        moves: Sequence[Move],
+        outcome: Outcome,
+    ) -> None:
+        """Bring back what was freed: the job must be as it was then."""
+        finished = max(move.finished for move in moves)
+
+        def body(end: Any) -> BaseException | None:
+            try:
+                move_back(
+                    moves[end.rank],
+                    ends.rosters,
+                    finished,
+                    end,
+                    ends.topology,
+                    ends.options,
+                    verify=wanted.verify,
+                    timeout_s=TIMEOUT_S,
+                )
+            except Exception as error:
+                end.close()
+                return error
+            return None
+
+        faults.arm(())
+        with poisoned():
+            errors = on_ends(self._mesh(wanted, len(moves)), body)
+        outcome.wrong += [f"on the way back: {error}" for error in errors if error is not None]
+        for rank, old in enumerate(ends.old):
+            found = truth.differences(old.holdings.fragments)
+            outcome.wrong += [f"rank {rank}: taken back {name}" for name in found]
+        outcome.result = "taken back"
+
+    def _mesh(self, wanted: Transition, size: int) -> list[LateTransport]:
         chance = random.Random(wanted.seed)
-        mesh = LateTransport.mesh(
+        return LateTransport.mesh(
             size,
             [chance.randrange(wanted.hosts) for _ in range(size)],
             part_bytes=wanted.part_bytes,
             seed=wanted.seed,
         )
+
+    def _carried_out(
+        self, wanted: Transition, ends: _Ends, moves: Sequence[Move]
+    ) -> list[BaseException | None]:
+        """What each rank raised."""
 
         def body(end: Any) -> BaseException | None:
             move = moves[end.rank]
@@ -483,7 +527,7 @@ class Made:
             move.rebuild_begins()
             return None
 
-        return on_ends(mesh, body)
+        return on_ends(self._mesh(wanted, len(moves)), body)
 
     def _look_at_target(
         self, truth: Truth, ends: _Ends, moves: Sequence[Move], outcome: Outcome
