@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +66,12 @@ def job() -> Made:
 TARGET = "tp2-dp2-noopt"
 
 
+@functools.cache
+def sound() -> Outcome:
+    """What becomes of it where nothing is wrong."""
+    return job().run(transition(job(), TARGET))
+
+
 def never_wait(run: Any, checks: Any) -> None:
     """The first window's receives are unpacked before they have been waited for."""
     window, transfer = run._under_way.popleft()
@@ -86,8 +93,7 @@ def always_the_first(staging: Any) -> Any:
 def test_memory_that_is_touched_too_early_is_found(
     owner: Any, name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sound = job().run(transition(job(), TARGET))
-    assert sound.wrong == [] and sound.checked_bytes > 0
+    assert sound().wrong == [] and sound().checked_bytes > 0
     monkeypatch.setattr(owner, name, mistake)
     found = job().run(transition(job(), TARGET))
     assert any("main_param" in text for text in found.wrong), found.wrong
@@ -96,8 +102,8 @@ def test_memory_that_is_touched_too_early_is_found(
 def test_sources_that_are_freed_too_early_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """All after the first stage, though later ones need them."""
     wanted = transition(job(), TARGET, frees=True, verify=Verify.messages)
-    sound = job().run(wanted)
-    assert sound.wrong == [] and sound.stages > 1
+    whole = job().run(wanted)
+    assert whole.wrong == [] and whole.stages > 1
     real = Move._free
 
     def freed(move: Any, chosen: Any, *, first: bool) -> None:
