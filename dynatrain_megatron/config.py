@@ -16,13 +16,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from dynatrain_megatron.errors import ConfigError, LayoutError, did_you_mean
+from dynatrain_megatron.errors import SHOWN_CHARS, ConfigError, LayoutError, did_you_mean
 from dynatrain_megatron.faults import Fault, Kind, Phase
 from dynatrain_megatron.layout import read_changes
 from dynatrain_megatron.presets import PACKAGE, Presets
 
 FLAG = "--dynatrain"
-_SHOWN_CHARS = 200
 _EXAMPLE = "{iteration: 50, layout: {tp: 1, pp: 2}}"
 _NAME = r"[A-Za-z_][A-Za-z_0-9]*"
 _FUNCTION = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}(\.{_NAME})*")
@@ -220,7 +219,7 @@ _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+    return bool(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,7 +707,7 @@ def _check_entry(
     for name in entry:
         if name not in allowed:
             raise ConfigError(
-                f"key '{key}.{name}' is unknown{did_you_mean(str(name), allowed)}; got "
+                f"key '{key}.{_show(name)}' is unknown{did_you_mean(str(name), allowed)}; got "
                 f"{_show(entry[name])}; keys: {', '.join(allowed)}"
             )
     for name in needed:
@@ -753,18 +752,24 @@ def _keys() -> str:
 
 
 def _show(value: object) -> str:
-    """A value as a user would write it."""
+    """A value as a user would write it, cut off where that is long."""
+    text = _written(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
+
+
+def _written(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_show(inner)}" for key, inner in value.items()) + "}"
+        inside = (f"{_written(key)}: {_written(inner)}" for key, inner in value.items())
+        return "{" + ", ".join(inside) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_show(inner) for inner in value) + "]"
+        return "[" + ", ".join(_written(inner) for inner in value) + "]"
     text = str(value)
     # Quotes where the text is not one word, or would be read as something else without them.
     plain = text and text.isprintable() and text == text.strip()
     number = isinstance(value, str) and text.removeprefix("-").isdigit()
     text = text if plain and not number else repr(text)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return text

@@ -20,11 +20,23 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
 import difflib
 from collections.abc import Iterable
 
+SHOWN_CHARS = 200
+"""Of a value in a message."""
+
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """`` (did you mean 'tp'?)`` for the closest of ``allowed``, or an empty string."""
     close = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def shown(value: object) -> str:
+    """A value as it is written in Python, cut off where that is long; one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python prints, lists without end
+        return "…"
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}…"
 
 
 class DynaTrainError(Exception):

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from dynatrain_megatron.errors import LayoutError, did_you_mean
+from dynatrain_megatron.errors import LayoutError, did_you_mean, shown
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Megatron's rank order unless ``--use-tp-pp-dp-mapping`` is given."""
@@ -34,6 +34,9 @@ _SWITCHES = {"sp": ("sp", True), "nosp": ("sp", False)} | {
     "noopt": ("dist_opt", False),
 }
 _PIPELINE = re.compile(r"(?:^|-)pipeline:")
+# How the host writes repetitions out, (tt|)*29 first; it does so before it looks at the text.
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_MOST_LETTERS = 10_000
 # Nine digits are far more than any degree, and keep int() away from texts of any length.
 _TOKEN = re.compile(r"([a-z]+)([0-9]{1,9})")
 
@@ -357,12 +360,12 @@ def read_changes(wanted: object) -> dict[str, object]:
     else:
         raise LayoutError(
             f"a layout is a text such as 'tp2-pp2-dp2' or a mapping such as {{tp: 2, pp: 2}}, "
-            f"got {wanted!r}"
+            f"got {shown(wanted)}"
         )
     for key, value in changes.items():
         if key not in LAYOUT_KEYS:
             raise LayoutError(
-                f"layout key {key!r} is unknown{did_you_mean(str(key), LAYOUT_KEYS)}; "
+                f"layout key {shown(key)} is unknown{did_you_mean(str(key), LAYOUT_KEYS)}; "
                 f"allowed: {', '.join(LAYOUT_KEYS)}"
             )
         _check_value(key, value)
@@ -426,7 +429,7 @@ def layouts(world: int, axes: Sequence[str] = ("tp", "pp", "dp")) -> list[Parall
 def _read_tokens(text: str) -> dict[str, object]:
     """The values that a short form names; each at most once."""
     if not text:
-        raise LayoutError(f"a layout is a text such as 'tp2-pp2-dp2', got {text!r}")
+        raise LayoutError(f"a layout is a text such as 'tp2-pp2-dp2', got {shown(text)}")
     # A pipeline layout may itself contain dashes, so it is cut off before the text is split.
     pipeline = _PIPELINE.search(text)
     head = text[: pipeline.start()] if pipeline else text
@@ -434,7 +437,7 @@ def _read_tokens(text: str) -> dict[str, object]:
     for token in head.split("-") if head else ():
         key, value = _read_token(token, text)
         if key in found:
-            raise LayoutError(f"layout {text!r} names {key} twice: {found[key]} and {value}")
+            raise LayoutError(f"layout {shown(text)} names {key} twice: {found[key]} and {value}")
         found[key] = value
     if pipeline:
         found["pipeline"] = text[pipeline.end() :]
@@ -452,7 +455,7 @@ def _read_token(token: str, text: str) -> tuple[str, object]:
         return match[1], int(match[2])
     word = match[1] if match else token
     raise LayoutError(
-        f"layout {text!r} has a part {token!r} that is unknown"
+        f"layout {shown(text)} has a part {shown(token)} that is unknown"
         f"{did_you_mean(word, (*names, *_SWITCHES))}; allowed: a number after "
         f"{', '.join(names)}; {', '.join(_SWITCHES)}; order:…; pipeline:…"
     )
@@ -479,20 +482,37 @@ def _check_value(name: str, value: object) -> None:
         _degree(name, value)
     elif name in ("sp", "dist_opt"):
         if type(value) is not bool:
-            raise LayoutError(f"{name} must be true or false, got {value!r}")
+            raise LayoutError(f"{name} must be true or false, got {shown(value)}")
     elif not isinstance(value, str) or not value:
-        raise LayoutError(f"{name} must be a text, got {value!r}")
+        raise LayoutError(f"{name} must be a text, got {shown(value)}")
     elif name == "order" and sorted(value.split("-")) != sorted(_ORDER_AXES):
         raise LayoutError(
-            f"order={value!r} must name each of {', '.join(sorted(_ORDER_AXES))} once, "
+            f"order={shown(value)} must name each of {', '.join(sorted(_ORDER_AXES))} once, "
             f"for example {DEFAULT_ORDER!r}"
         )
+    elif name == "pipeline":
+        _check_repetitions(value)
+
+
+def _check_repetitions(pipeline: str) -> None:
+    """Refuse a pipeline layout that could not be written out."""
+    text = pipeline
+    for pattern in _REPEATED:
+        length = len(text)
+        for part, times in pattern.findall(text):
+            length += len(part) * int(times[:6])
+        if length > _MOST_LETTERS:
+            raise LayoutError(
+                f"pipeline={shown(pipeline)} stands for more than {_MOST_LETTERS} letters; it has "
+                "one for each layer, and | between stages"
+            )
+        text = pattern.sub(lambda found: found[1] * int(found[2]), text)
 
 
 def _degree(name: str, value: object) -> int:
     # bool is an int to Python, but never a degree.
     if type(value) is not int or value < 1:
-        raise LayoutError(f"{name} must be a whole number of at least 1, got {value!r}")
+        raise LayoutError(f"{name} must be a whole number of at least 1, got {shown(value)}")
     return value
 
 

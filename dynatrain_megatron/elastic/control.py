@@ -53,7 +53,7 @@ class JobFile:
                 f"{path} is not there: no job with --dynatrain has begun to train with "
                 f"run_dir={run_dir}; name the run directory of a running job"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         StoreAddress.parse(found.store)
         return found
@@ -69,9 +69,10 @@ def opened(message: str, number: int, secret: str) -> str | None:
     try:
         read: Any = json.loads(message) if len(message) <= 2 * MOST_CHARS else None
         text, mac = str(read["request"]), str(read["mac"])
+        # JSON can name halves of characters, which no text encodes: those are a ValueError too.
+        known = hmac.compare_digest(mac.encode(), _mac(text, number, secret).encode())
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    known = hmac.compare_digest(mac.encode(), _mac(text, number, secret).encode())
     return text if known and len(text) <= MOST_CHARS else None
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from dynatrain_megatron import __version__
 from dynatrain_megatron.elastic.control import signed
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreOwner, store_errors
 from dynatrain_megatron.errors import WorldError
@@ -45,11 +46,21 @@ class JobCard:
 
     @classmethod
     def read(cls, address: StoreAddress, *, timeout_s: float) -> JobCard:
-        """The card of the job at ``address``. Raises :class:`WorldError` where there is none."""
+        """The card of the job at ``address``.
+
+        Raises :class:`WorldError` where there is none, or one of another version.
+        """
         client = address.connect(timeout_s=timeout_s)
         with store_errors(f"no job has told the store at {address} of itself in {timeout_s:g} s"):
             client.wait([_JOB], timedelta(seconds=timeout_s))
-            return cls(**json.loads(client.get(_JOB)))
+            text = client.get(_JOB)
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise WorldError(
+                f"the job at {address} tells of itself in another way than this version "
+                f"({__version__}) does; start this process with the job's"
+            ) from error
 
     def write(self, address: StoreAddress, *, timeout_s: float) -> None:
         """Let processes join; the last job at a store is the one they join."""
@@ -156,7 +167,10 @@ class Directory:
         read = self._read("owner")
         if read is None:
             return StoreOwner()
-        return StoreOwner(tuple(read["processes"]), read["what"], read["parks"])
+        try:
+            return StoreOwner(tuple(map(str, read["processes"])), read["what"], read["parks"])
+        except (KeyError, TypeError) as error:
+            raise WorldError("the job's store has no readable owner") from error
 
     def end(self, how: str) -> None:
         """The job is over: whoever waits for it may go."""
@@ -188,7 +202,7 @@ class Directory:
             for number in range(after, count):
                 if not client.check([f"{kind}/{number}"]):
                     break
-                found.append(bytes(client.get(f"{kind}/{number}")).decode())
+                found.append(bytes(client.get(f"{kind}/{number}")).decode(errors="replace"))
         return found
 
     def _read(self, key: str) -> dict[str, Any] | None:
@@ -196,7 +210,9 @@ class Directory:
         try:
             if not client.check([key]):
                 return None
-            read: dict[str, Any] = json.loads(client.get(key))
+            read = json.loads(client.get(key))
         except (ValueError, RuntimeError) as error:
             raise WorldError(f"the job's store has no readable {key}") from error
+        if not isinstance(read, dict):
+            raise WorldError(f"the job's store has no readable {key}")
         return read

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from dynatrain_megatron.errors import ConfigError, SwitchRefused, WorldError
+from dynatrain_megatron.errors import ConfigError, SwitchRefused, WorldError, shown
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
@@ -37,8 +37,8 @@ class StoreAddress:
     def parse(cls, text: str) -> StoreAddress:
         """Read ``HOST:PORT``; raises :class:`ConfigError` where that is something else."""
         host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ConfigError(f"a store's address is HOST:PORT, not {text!r}")
+        if not (host and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
+            raise ConfigError(f"a store's address is HOST:PORT, not {shown(text)}")
         return cls(host.strip("[]"), int(port))
 
     @classmethod

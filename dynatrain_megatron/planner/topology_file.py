@@ -17,7 +17,6 @@ of a file there may be a mapping with the same keys, as a preset of the group ``
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn
 
-from dynatrain_megatron.errors import ConfigError, did_you_mean
+from dynatrain_megatron.errors import SHOWN_CHARS, ConfigError, did_you_mean, shown
 from dynatrain_megatron.planner.topology import Speeds, Topology
 
 _SPEEDS = tuple(field.name for field in dataclasses.fields(Speeds))
 _KEYS = ("nodes", "ranks_per_node", "node_width", "speeds")
-_SPAN = re.compile(r"(\d+)-(\d+)")
+_SPAN = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _MOST_RANKS = 1 << 20  # guards against a slip such as 0-99999999
+_MOST_SPEED = 1e100  # beyond, sums of times and bytes are no numbers any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ def read_topology_file(source: str | Mapping[str, object]) -> TopologyFile:
     content = _load(source) if isinstance(source, str) else source
     if not isinstance(content, Mapping):
         raise ConfigError(
-            f"topology={path} has {content!r} at its top; it must have keys: {', '.join(_KEYS)}"
+            f"topology={path} has {_shown(content)} at its top; it must have keys: "
+            f"{', '.join(_KEYS)}"
         )
     reader = _Reader(path)
     reader.check_keys("", content, _KEYS)
@@ -132,7 +133,15 @@ def _load(path: str) -> object:
         ) from error
     except Exception as error:  # the YAML parser raises much besides its own exceptions
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"topology={path} is no YAML that can be read: {reason}") from error
+        raise ConfigError(
+            f"topology={path} is no YAML that can be read: {_shown(reason)}"
+        ) from error
+
+
+def _shown(value: object) -> str:
+    """A value or key as it was written."""
+    is_plain = isinstance(value, str) and value.isprintable() and len(value) <= SHOWN_CHARS
+    return str(value) if is_plain else shown(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +152,8 @@ class _Reader:
 
     def refuse(self, key: str, value: object, rule: str) -> NoReturn:
         raise ConfigError(
-            f"topology={self.path}: {key}={value} is not allowed; {key} must be {rule}"
+            f"topology={self.path}: {_shown(key)}={_shown(value)} is not allowed; {_shown(key)} "
+            f"must be {rule}"
         )
 
     def check_keys(
@@ -152,16 +162,17 @@ class _Reader:
         for key, value in content.items():
             if key not in known:
                 raise ConfigError(
-                    f"topology={self.path}: key '{where}{key}' is unknown"
-                    f"{did_you_mean(str(key), known)}; got {value}; keys: {', '.join(known)}"
+                    f"topology={self.path}: key '{_shown(where)}{_shown(key)}' is unknown"
+                    f"{did_you_mean(_shown(key), known)}; got {_shown(value)}; keys: "
+                    f"{', '.join(known)}"
                 )
 
     def count(self, key: str, content: Mapping[object, object]) -> int | None:
         value = content.get(key)
         if value is None:
             return None
-        if type(value) is not int or value < 1:
-            self.refuse(key, value, "a whole number of at least 1")
+        if type(value) is not int or not 1 <= value <= _MOST_RANKS:
+            self.refuse(key, value, f"a whole number of at least 1, at most {_MOST_RANKS}")
         return value
 
     def speeds(self, value: object) -> tuple[tuple[str, float], ...]:
@@ -170,7 +181,7 @@ class _Reader:
         self.check_keys("speeds.", value, _SPEEDS)
         for name, speed in value.items():
             number = isinstance(speed, int | float) and not isinstance(speed, bool)
-            if not (number and math.isfinite(speed) and speed > 0):
+            if not (number and 0 < speed < _MOST_SPEED):
                 unit = "seconds" if name == "operation_s" else "GB/s"
                 self.refuse(f"speeds.{name}", speed, f"a number above 0 ({unit})")
         return tuple(sorted((name, float(speed)) for name, speed in value.items()))

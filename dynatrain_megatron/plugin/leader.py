@@ -325,7 +325,7 @@ def _read_request(text: str) -> dict[str, Any]:
     """A request from outside; raises :class:`SwitchRefused` where it is none."""
     try:
         read = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SwitchRefused(f"a request is JSON: {error}") from error
     if not isinstance(read, dict) or not read or set(read) - set(_REQUEST_KEYS):
         raise SwitchRefused(f"a request is an object with keys of {', '.join(_REQUEST_KEYS)}")

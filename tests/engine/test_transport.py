@@ -21,6 +21,7 @@ from dynatrain_megatron.engine import (
     connect,
 )
 from dynatrain_megatron.errors import TransitionError
+from tests.engine.late import LateTransport
 from tests.ranks import run_ranks
 
 Body = Callable[[Transport], Any]
@@ -29,8 +30,18 @@ Run = Callable[[int, Body], list[Any]]
 
 def on_threads(size: int, body: Body, hosts: Sequence[int] | None = None) -> list[Any]:
     """Run ``body`` on each end of a mesh of threads; raises the first failure."""
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(body, end) for end in LocalTransport.mesh(size, hosts)]
+    return on_ends(LocalTransport.mesh(size, hosts), body)
+
+
+def on_late_threads(size: int, body: Body, hosts: Sequence[int] | None = None) -> list[Any]:
+    """The same where messages are late."""
+    return on_ends(LateTransport.mesh(size, hosts), body)
+
+
+def on_ends(ends: Sequence[Transport], body: Body) -> list[Any]:
+    """The same on these ends."""
+    with ThreadPoolExecutor(len(ends)) as pool:
+        futures = [pool.submit(body, end) for end in ends]
         failed = wait(futures, return_when=FIRST_EXCEPTION).done
         for future in failed:  # the first to fail, not those that then waited for it in vain
             future.result()
@@ -80,6 +91,8 @@ on_rings_of_two_hosts = partial(on_ranks, choice=EngineTransport.memfd, hosts=["
 TRANSPORTS: dict[str, Run] = {
     "threads": on_threads,
     "threads that read": partial(on_threads, hosts=[0, 1, 0, 1]),
+    "late": on_late_threads,
+    "late, that read": partial(on_late_threads, hosts=[0, 1, 0, 1]),
     "gloo": on_gloo,
     "one host": on_one_host,
     "two hosts": on_two_hosts,
