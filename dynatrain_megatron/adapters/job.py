@@ -112,7 +112,8 @@ class Job:
     of switches made before. The job's processes meet in ``store``; ``num_changes`` counts their
     switches, also those called off. Whoever knows its ``secret`` may ask for one. ``totals`` are
     Megatron's sums over the log interval. ``at_stake`` are the worlds that a switch under way uses
-    or keeps aside, none of which the job needs where the switch is called off.
+    or keeps aside, none of which the job needs where the switch is called off. ``phase`` is what
+    such a switch is at, for whoever asks on another thread.
     """
 
     launch: LaunchArguments
@@ -135,6 +136,7 @@ class Job:
     store: JobStore | None = None
     secret: str = ""
     at_stake: tuple[LiveWorld[Any], ...] = ()
+    phase: str = ""
     num_changes: int = 0
     bridge: Bridge | None = None
     rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(

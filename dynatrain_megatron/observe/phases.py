@@ -16,5 +16,8 @@ PHASES = (
     "vote",
     "commit",
     "save",
+    "writers",
 )
-"""``replicas`` and ``save`` only where they are asked for; ``rebuild`` of what is gathered."""
+"""``replicas`` and ``save`` are there where they are asked for. ``writers`` is until all ranks go
+on: mostly the taking up of TensorBoard's and W&B's writers by another process.
+"""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dynatrain_megatron import faults
+from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.engine import Transport
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.observe import progress
@@ -59,12 +60,13 @@ class SwitchReport:
 
 
 class Phases:
-    """Times the phases of a switch and prints a line for each on rank 0.
+    """Times the phases of a switch of ``job`` and prints a line for each on rank 0.
 
     ``place`` is the process's rank in the bridge, by which faults on purpose go.
     """
 
-    def __init__(self, report: SwitchReport, rank: int, place: int) -> None:
+    def __init__(self, job: Job, report: SwitchReport, rank: int, place: int) -> None:
+        self._job = job
         self._report = report
         self._rank = rank
         self._place = place
@@ -72,12 +74,40 @@ class Phases:
     @contextlib.contextmanager
     def __call__(self, name: str, doing: str) -> Iterator[None]:
         begin = time.perf_counter()
+        self._job.phase = name
         if name in list(Phase):
             faults.inject(Phase(name), self._place)
         yield
-        seconds = time.perf_counter() - begin
+        self.add(name, time.perf_counter() - begin, doing)
+
+    def add(self, name: str, seconds: float, doing: str) -> None:
+        """Count a phase that was timed elsewhere, or a part of one."""
         self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds
         progress(self._rank, f"{name:8s} {seconds:7.3f} s  {doing}")
+
+    def add_move(self, move: Move) -> None:
+        """Count the parts of a move that has ended; they overlap each other."""
+        for name, seconds in {**move.seconds, **transfer_seconds(move)}.items():
+            self.add(name, seconds, _MOVE_DOING[name])
+
+
+_MOVE_DOING = {
+    "plan": "plan bound to memory",
+    "memory": "taken for what comes, given back of what has gone",
+    "pack": "what leaves put together",
+    "wire": "messages on their way",
+    "unpack": "what came and what stays put in its place",
+    "verify": "what came held against what left",
+}
+
+
+def transfer_seconds(move: Move) -> dict[str, float]:
+    """This rank's seconds of packing, sending and unpacking, in all stages."""
+    return {
+        "pack": sum(executed.pack_s for executed in move.reports),
+        "wire": sum(executed.wire_s for executed in move.reports),
+        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+    }
 
 
 def fill_in(
@@ -91,9 +121,7 @@ def fill_in(
 ) -> None:
     """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried."""
     own: dict[str, Any] = {
-        "pack": sum(executed.pack_s for executed in move.reports),
-        "wire": sum(executed.wire_s for executed in move.reports),
-        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+        **transfer_seconds(move),
         "sent": sum(executed.sent_bytes for executed in move.reports),
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,

@@ -128,7 +128,7 @@ def switch(
         prepared = prepare(job, change_in_place(job, timeout_s=options.timeout_s), target)
     change, uid = prepared.change, process_uid()
     shown = -1 if job.built is None else job.args.rank
-    phase = Phases(report, shown, change.processes.index(uid))
+    phase = Phases(job, report, shown, change.processes.index(uid))
     attempt = Attempt(job.store, change, uid)
     if job.built is not None:
         who = _who(prepared)
@@ -406,9 +406,9 @@ class _Switch:
             with phase("verify", "old state hashed where ranks hold the same"):
                 shared = ~(held_once(rosters[0]) & held_once(rosters[1]))
                 before = own_sums(rosters[0], old.holdings.fragments, transport.rank, chosen=shared)
+        job.phase = "move"
         move.run(rosters, transport, verify=options.verify, timeout_s=timeout_s)
-        for name, seconds in move.seconds.items():
-            report.seconds[name] = report.seconds.get(name, 0.0) + seconds
+        phase.add_move(move)
         if move.bound is not None:
             fragments = old.holdings.fragments, new.holdings.fragments
             job.bound_plans.put(plan.plans[0], *fragments, move.bound)
@@ -452,7 +452,7 @@ class _Switch:
                     job.rosters.clear()  # which a process that joins does not know
                 ended = hand_over(job, ready.built, ready.iterators, self.baseline, self.sizes)
                 if change.source != change.target:
-                    renumber(job.args, self.run_id)
+                    renumber(job.args)
                 for tensor in ready.built.state.gradients():
                     ready.missing.restore_one(tensor.untyped_storage(), zeros=True)
                 self.ledger.watch(ready.built.state.tensors())
@@ -469,6 +469,8 @@ class _Switch:
             report.peak_extra_bytes = self.ledger.peak_extra_bytes
             transport, timeout_s = self.bridge.transport, self.options.timeout_s
             fill_in(report, planned.plan, move, peak, rebuilt, transport, timeout_s)
+            if ready is not None and change.source != change.target:
+                writers.follow(job.args, self.run_id)  # all others have closed theirs by now
             if change.leavers:
                 self.bridge.end()
                 job.bridge = None

@@ -73,7 +73,8 @@ PHASES: dict[str, str] = {
     "verify": "#55a374",
     "vote": "#438c6c",
     "commit": "#2d7263",
-    "save": "#9aa7b4",
+    "save": "#b9c2a0",
+    "writers": "#8b9a5b",
 }
 assert tuple(PHASES) == ORDER
 """Colour of each phase of a switch, in the order in which they happen."""
