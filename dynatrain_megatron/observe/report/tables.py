@@ -215,8 +215,8 @@ def _groups(switches: Sequence[Switch]) -> str:
     return _section(
         "Process groups and placement",
         "Process groups of rank 0: those that were there from an earlier layout, those made for "
-        "this one, and those that went. Processes that came and went. Where engine.placement=best "
-        "was asked for, what other ranks for the processes would have saved.",
+        "this one, and those that went. Processes that came and went. With engine.placement=best, "
+        "what it saved that processes took other ranks.",
         _table("groups", columns, rows),
     )
 
