@@ -217,6 +217,32 @@ class ElasticConfig:
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT")
 
 
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """How a job is asked and watched from outside: the group ``control``."""
+
+    signal: str | None = "SIGUSR1"
+    """The signal that makes a process read the run directory's request; null for none."""
+    metrics_file: str | None = None
+    """Where Prometheus' text goes, for a textfile collector; relative to the run directory."""
+    metrics_port: int | None = None
+    """The port at which the process of rank 0 serves the same text; null for none."""
+    metrics_host: str = "127.0.0.1"
+    """The address of that port."""
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense."""
+        if self.signal is not None and self.signal not in _SIGNALS:
+            _refuse("control.signal", self.signal)
+        if self.metrics_file is not None and (not self.metrics_file or "\0" in self.metrics_file):
+            _refuse("control.metrics_file", self.metrics_file)
+        port = self.metrics_port
+        if port is not None and not (type(port) is int and 0 < port < 1 << 16):
+            _refuse("control.metrics_port", port)
+        if not self.metrics_host or "\0" in self.metrics_host:
+            _refuse("control.metrics_host", self.metrics_host)
+
+
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
@@ -256,6 +282,7 @@ class DynaTrainConfig:
     on_refusal: OnRefusal = OnRefusal["continue"]
     engine: EngineConfig = field(default_factory=EngineConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
     record_steps: bool = True
     save_before_switch: bool = False
     """Whether each switch is preceded by a checkpoint in the old layout, with Megatron's --save."""
@@ -341,6 +368,10 @@ _ALLOWED = {
     "elastic.connect_timeout_s": "a number above 0 (seconds)",
     "elastic.timeout_s": "a number above 0 (seconds)",
     "elastic.cache_worlds": "a whole number of at least 0",
+    "control.signal": f"one of {', '.join(_SIGNALS)}, or null",
+    "control.metrics_file": "a path, or null",
+    "control.metrics_port": "a port, or null",
+    "control.metrics_host": "an address of this machine, such as 127.0.0.1",
     "record_steps": "true or false",
     "save_before_switch": "true or false",
     "save_after_switch": "true or false",
@@ -428,7 +459,7 @@ def from_json(text: str) -> DynaTrainConfig:
     from omegaconf import OmegaConf
 
     schema = OmegaConf.structured(DynaTrainConfig)
-    for node in (schema, schema.engine, schema.elastic):
+    for node in (schema, schema.engine, schema.elastic, schema.control):
         OmegaConf.set_readonly(node, None)
     tree = OmegaConf.to_container(OmegaConf.merge(schema, json.loads(text)))
     assert isinstance(tree, dict)
@@ -451,8 +482,11 @@ def _compose(
 def _from_tree(tree: dict[str, Any]) -> DynaTrainConfig:
     engine = EngineConfig(**tree.pop("engine"))
     elastic = ElasticConfig(**tree.pop("elastic"))
+    control = ControlConfig(**tree.pop("control"))
     schedule, faults = (tuple(tree.pop(name)) for name in ("schedule", "faults"))
-    return DynaTrainConfig(engine=engine, elastic=elastic, schedule=schedule, faults=faults, **tree)
+    return DynaTrainConfig(
+        engine=engine, elastic=elastic, control=control, schedule=schedule, faults=faults, **tree
+    )
 
 
 class _Override(NamedTuple):
@@ -580,9 +614,8 @@ def _hydra_compose(choices: _Choices, presets: Presets) -> dict[str, Any]:
 
     schema = OmegaConf.structured(DynaTrainConfig)
     # A schema from frozen classes is read-only, overrides included.
-    OmegaConf.set_readonly(schema, None)
-    OmegaConf.set_readonly(schema.engine, None)
-    OmegaConf.set_readonly(schema.elastic, None)
+    for node in (schema, schema.engine, schema.elastic, schema.control):
+        OmegaConf.set_readonly(node, None)
     places = [{group: None} for group in _PLACED]
     ConfigStore.instance().store(name="dynatrain_schema", node=schema)
     ConfigStore.instance().store(

@@ -90,6 +90,7 @@ def let_go(job: Job) -> int:
     """
     ended = [*job.dormant.drop(()), *([] if job.built is None else [job.built])]
     job.built = None
+    writers.close()
     num_ended = sum(built.end() for built in ended)
     job.checkpointing_context.clear()
     _reset_trackers()
@@ -98,10 +99,14 @@ def let_go(job: Job) -> int:
     return num_ended
 
 
-def renumber(args: Namespace, run_id: str) -> None:
-    """Let what goes by this process's rank go by its new one: environment, writers; local."""
+def renumber(args: Namespace) -> None:
+    """Let what goes by this process's rank go by its new one: environment, writers; local.
+
+    Whichever process has the last rank now takes the writers up by :func:`writers.follow`.
+    """
     os.environ.update(RANK=str(args.rank), WORLD_SIZE=str(args.world_size))
-    writers.follow(args, run_id)
+    if not writers.is_last(args):
+        writers.close()
 
 
 def _reset_trackers() -> None:

@@ -3,7 +3,9 @@
 import argparse
 import math
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.directory import Directory
@@ -11,6 +13,7 @@ from dynatrain_megatron.elastic.store import JobStore, StoreAddress
 from dynatrain_megatron.errors import ConfigError
 
 _CONNECT_S = 10.0
+_SAYS_WITHIN_S = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +44,19 @@ def find(args: argparse.Namespace) -> tuple[Directory, str]:
     directory = Directory(JobStore(address, file.job, timeout_s=_CONNECT_S))
     directory.status()  # so that a store that is gone is said before anything is asked
     return directory, file.secret
+
+
+def status_of(directory: Directory) -> dict[str, Any]:
+    """What the job said last. Raises ConfigError where it says nothing within a few seconds."""
+    deadline = time.monotonic() + _SAYS_WITHIN_S
+    while (status := directory.status()) is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                "the store knows no such job: job.json, or DYNATRAIN_JOB, is of one that has gone, "
+                "or has not begun to train"
+            )
+        time.sleep(0.1)
+    return status
 
 
 def count(text: str) -> int:

@@ -1,9 +1,10 @@
 """Write the report of a run: an HTML page that stands alone, and its charts as PNG files.
 
 RUN_DIR is a run's folder, with steps.jsonl and events.jsonl in it, or one of them; a run that is
-still going on may be read too. The page shows the loss with every switch marked, where the time
-of each switch went, which bytes moved between which ranks, and all figures in tables. Needs
-matplotlib: pip install dynatrain-megatron[report].
+still going on may be read too. The page shows the loss with every switch marked, all events in
+their order, where the time of each switch went, which bytes moved between which ranks and nodes,
+memory as planned and as recorded, process groups, and what was refused and why. It needs no
+network. Needs matplotlib: pip install dynatrain-megatron[report].
 """
 
 import argparse

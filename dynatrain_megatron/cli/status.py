@@ -1,4 +1,5 @@
-"""Say what a running job is doing: iteration, layout, who waits to join and who is to leave.
+"""Say what a running job is doing: iteration, layout, who waits to join and who is to leave, and
+the switch that is under way.
 
 dynatrain status --run-dir dynatrain-run
 """
@@ -32,6 +33,11 @@ def run(args: argparse.Namespace) -> int:
     for what in ("waiting", "leaving"):
         if status[what]:
             print(f"{what}: {', '.join(status[what])}")
-    if status["switch"] is not None:
-        print(f"switch {status['switch']} is under way")
+    if (switch := status["switch"]) is not None and not status["ended"]:
+        at = f" after iteration {switch['at']}" if switch["at"] > status["iteration"] else ""
+        phase = "" if switch["phase"] is None else f", in phase {switch['phase'] or 'prepare'}"
+        print(
+            f"switch {switch['number']} to {switch['layout']} on {switch['world']} ranks"
+            f"{at} is under way ({switch['origin']}){phase}"
+        )
     return 0

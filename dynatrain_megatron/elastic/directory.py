@@ -121,9 +121,12 @@ class Directory:
         """Whether that is so."""
         return bool(self._store.here().check(["nobody-stays"]))
 
-    def ask(self, request: dict[str, Any], secret: str) -> int:
-        """Ask something of the job whose ``secret`` this is; returns its answer's number."""
-        text = json.dumps(request)
+    def ask(self, request: dict[str, Any] | str, secret: str) -> int:
+        """Ask something of the job whose ``secret`` this is; returns its answer's number.
+
+        A text is passed on as it is.
+        """
+        text = request if isinstance(request, str) else json.dumps(request)
         return self._append("request", lambda number: signed(text, number, secret))
 
     def requests(self, after: int) -> list[str]:

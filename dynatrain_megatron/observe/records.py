@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ class RunLog:
         self.run_dir = Path(run_dir)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append ``{"event": name, ...}`` to events.jsonl."""
-        self._append(EVENTS, {"event": name, **fields})
+        """Append ``{"event": name, "time": now, ...}`` to events.jsonl; ISO 8601, UTC."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._append(EVENTS, {"event": name, "time": now, **fields})
 
     def step(self, **fields: Any) -> None:
         """Append one training step to steps.jsonl."""

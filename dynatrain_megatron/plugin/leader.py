@@ -257,7 +257,9 @@ class Leader:
         )
 
     def _requested(self, number: int, text: str, capacity: Capacity, iteration: int) -> None:
-        answer = self._membership.directory.answer
+        answer = self._membership.answer
+        if self._membership.is_answered(number):  # while another process had rank 0
+            return
         try:
             request = _read_request(text)
             layout = request.get("layout", {})

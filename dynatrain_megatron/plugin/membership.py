@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dynatrain_megatron import whereabouts
@@ -30,12 +32,18 @@ from dynatrain_megatron.config import Overlap
 from dynatrain_megatron.elastic.beats import BEAT_S, SILENT_S, Beats, last_words, watched_by
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
-from dynatrain_megatron.elastic.control import opened
+from dynatrain_megatron.elastic.control import leave_answer, opened, take_request
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.gate import Gate
 from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.elastic.world import process_uid
-from dynatrain_megatron.errors import CommitError, SwitchRefused, TransitionError, WorldError
+from dynatrain_megatron.errors import (
+    CommitError,
+    ConfigError,
+    SwitchRefused,
+    TransitionError,
+    WorldError,
+)
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.platform import current as current_platform
@@ -89,7 +97,8 @@ class Membership:
     """This process among those of the job, or of those that wait to join it.
 
     ``check`` says whether an announced switch can be, and gives this process's target. ``overlap``,
-    which is not ``auto``, is when worlds are built.
+    which is not ``auto``, is when worlds are built. Requests may lie in ``run_dir``, and answers go
+    there too.
     """
 
     def __init__(
@@ -99,6 +108,7 @@ class Membership:
         check: Callable[[Posted], Target],
         wire: Wire,
         *,
+        run_dir: Path,
         overlap: Overlap,
         timeout_s: float,
     ) -> None:
@@ -116,6 +126,7 @@ class Membership:
         self._store = store
         self._check = check
         self._wire = wire
+        self._run_dir = run_dir
         self._overlap = overlap
         self._timeout_s = timeout_s
         self._iteration = job.iteration
@@ -305,8 +316,7 @@ class Membership:
             pending.building.abandon()
         reason = pending.called_off or pending.refused or "it was called off"
         if leads and pending.posted.request is not None:
-            answer = {"state": "called off", "reason": reason}
-            self.directory.answer(pending.posted.request, answer)
+            self.answer(pending.posted.request, {"state": "called off", "reason": reason})
         if leads and pending.called_off:
             progress(0, f"the announced switch to {pending.posted.layout} was called off: {reason}")
 
@@ -358,6 +368,44 @@ class Membership:
                 if isinstance(self.board.boundary(pending.number), int):
                     return pending
             time.sleep(_TICK_S / 2)
+
+    # -- requests from outside ---------------------------------------------------------------
+
+    def answer(self, number: int, answer: dict[str, Any]) -> None:
+        """Say what became of a request, in the store and in the run directory; any thread."""
+        self.directory.answer(number, answer)
+        self._leave_answer({"number": number, **answer})
+
+    def is_answered(self, number: int) -> bool:
+        """Whether it is known what becomes of a request; any thread."""
+        answer = self.directory.answer_of(number)
+        return answer is not None and answer["state"] != "waiting"
+
+    def read_request(self) -> None:
+        """Ask what lies in the run directory, unless another process was first; any thread.
+
+        It is then a request like any other.
+        """
+        if not self._job.processes:  # waits to join, and may not ask yet
+            return
+        try:
+            text = take_request(self._run_dir)
+            if text is None:
+                logger.info("no request lies in %s, or another process took it", self._run_dir)
+                return
+            number = self.directory.ask(text, self._job.secret)
+        except (ConfigError, WorldError) as error:
+            print(f"[dynatrain] request refused: {error}", flush=True)
+            self._leave_answer({"number": None, "state": "refused", "reason": str(error)})
+            return
+        told = f"request {number}, taken from {self._run_dir}"
+        print(f"[dynatrain] {told}: {' '.join(text.split())}", flush=True)
+
+    def _leave_answer(self, answer: dict[str, Any]) -> None:
+        try:
+            leave_answer(self._run_dir, answer)
+        except OSError:
+            logger.warning("an answer could not be left in %s", self._run_dir, exc_info=True)
 
     # -- the thread --------------------------------------------------------------------------
 
@@ -557,19 +605,28 @@ class Membership:
             self.directory.let_nobody_stay()
         for message in self.directory.requests(self._num_requests):
             number, self._num_requests = self._num_requests, self._num_requests + 1
-            if self.directory.answer_of(number) is not None:
+            if self.is_answered(number):
                 continue
             text = opened(message, number, self._job.secret)
             if text is None:
                 reason = "it is not signed with the job's secret, which is in its run directory"
-                self.directory.answer(number, {"state": "refused", "reason": reason})
-            else:
-                self.requests.append((number, text))
+                self.answer(number, {"state": "refused", "reason": reason})
+                continue
+            if self.pending is not None or self.requests:
+                self.answer(number, {"state": "waiting", "reason": self._what_comes_first()})
+            self.requests.append((number, text))
         if time.monotonic() - self._published > BEAT_S:
             self._published = time.monotonic()
-            self.directory.publish(self._status())
+            self.directory.publish(self.status())
 
-    def _status(self) -> dict[str, Any]:
+    def _what_comes_first(self) -> str:
+        pending = self.pending
+        if pending is None:
+            return f"{len(self.requests)} other requests come first"
+        return f"{_told(pending)} comes first"
+
+    def status(self) -> dict[str, Any]:
+        """What the job is doing, as whoever asks is told; any thread."""
         pending, job = self.pending, self._job
         return {
             "iteration": job.iteration,
@@ -578,10 +635,32 @@ class Membership:
             "members": list(job.processes),
             "waiting": list(self.waiting()),
             "leaving": [uid for uid in self.notices if uid in job.processes],
-            "switch": None if pending is None else pending.number,
+            "switch": None
+            if pending is None
+            else {
+                "number": pending.number,
+                "layout": layout_text(pending.posted.layout),
+                "world": len(pending.posted.change.target),
+                "origin": pending.posted.origin,
+                "request": pending.posted.request,
+                "at": pending.posted.at,
+                "ready": pending.is_ready,
+                "phase": whereabouts.here().phase if self._switching is pending else None,
+            },
         }
 
     def _look_for_the_silent(self) -> None:
         if self.leads:
             waiting = tuple(dict.fromkeys(uid for uid in self.arrivals if uid))
             self.silent_waiting = set(self.beats.silent(waiting))
+
+
+def layout_text(wanted: Any) -> str:
+    """A wanted layout as one line of text."""
+    return wanted if isinstance(wanted, str) else json.dumps(wanted)
+
+
+def _told(pending: Pending) -> str:
+    posted = pending.posted
+    after = f" after iteration {posted.at}" if posted.at else ""
+    return f"switch {pending.number} to {layout_text(posted.layout)}{after} ({posted.origin})"

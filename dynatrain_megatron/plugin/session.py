@@ -18,10 +18,11 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dynatrain_megatron import faults
-from dynatrain_megatron.adapters import groups
+from dynatrain_megatron.adapters import groups, timers, writers
 from dynatrain_megatron.adapters.arguments import LaunchArguments, layout_of
 from dynatrain_megatron.adapters.batches import consumed_after
 from dynatrain_megatron.adapters.built import Built, BuiltCache, BuiltKey
@@ -39,6 +40,7 @@ from dynatrain_megatron.config import (
     ScheduleStep,
 )
 from dynatrain_megatron.elastic import connections, live
+from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.reach import be_reached
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreOwner, node_of_launch
@@ -54,14 +56,16 @@ from dynatrain_megatron.errors import (
     WorldError,
 )
 from dynatrain_megatron.layout import ParallelLayout, derive
-from dynatrain_megatron.observe import RunLog, progress
+from dynatrain_megatron.observe import RunLog, progress, scalars
+from dynatrain_megatron.observe.metrics import Exporter, Figures
+from dynatrain_megatron.observe.phases import PHASES
 from dynatrain_megatron.planner import PlanOptions, read_topology_file
 from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.plugin.joining import Joining, card_of
 from dynatrain_megatron.plugin.leader import Leader, wanted_world
-from dynatrain_megatron.plugin.membership import Membership, Pending
-from dynatrain_megatron.plugin.notice import Notice
+from dynatrain_megatron.plugin.membership import Membership, Pending, layout_text
 from dynatrain_megatron.plugin.placing import Placing
+from dynatrain_megatron.plugin.signals import Signals
 from dynatrain_megatron.policies import load_policy
 from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.posted import Posted
@@ -106,6 +110,8 @@ class Session:
         self._topology = None if config.topology == "auto" else read_topology_file(config.topology)
         self._policy = None if config.policy is None else load_policy(config.policy)
         self._metrics: dict[str, float] = {}
+        self._figures = Figures(Path(config.run_dir).resolve().name)
+        self._exporter: Exporter | None = None
         self.log = RunLog(config.run_dir)
         self.job: Job | None = None
         self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
@@ -234,6 +240,9 @@ class Session:
         self.job = job
         current_platform().links()  # takes a while the first time: not when a switch waits for it
         self._take_part(job)
+        if self._joining is None:
+            layout = {scalars.LAYOUT: str(job.layout)}
+            writers.write(job.iteration + 1, scalars.of_layout(job.layout), layout)
         try:
             if self._joining is not None:
                 self._enter(job)
@@ -272,6 +281,7 @@ class Session:
             job.store,
             self._check_posted,
             wire_of(options),
+            run_dir=self.log.run_dir,
             overlap=overlap,
             timeout_s=elastic.timeout_s,
         )
@@ -294,7 +304,14 @@ class Session:
                 told += f", {self._store_owner.what}: it ends with that"
             progress(0, told)
         self._membership.start()
-        self._notice = Notice(elastic.leave_signal, self._membership, job.args)
+        control = self.config.control
+        self._signals = Signals(elastic.leave_signal, control.signal, self._membership, job.args)
+        if control.metrics_file is not None or control.metrics_port is not None:
+            name = control.metrics_file
+            file = None if name is None else self.log.run_dir / name
+            self._exporter = Exporter(
+                self._render, file, control.metrics_host, control.metrics_port
+            )
 
     def _placing(self, job: Job) -> Placing | None:
         if self.config.engine.placement is EnginePlacement.identity:
@@ -307,10 +324,26 @@ class Session:
         if self._membership is None:
             return
         self._membership.stop()
-        self._notice.restore()
+        self._signals.restore()
+        if self._exporter is not None:
+            self._exporter.stop()
         if self._membership.leads:
             with contextlib.suppress(WorldError, RuntimeError):
                 self._membership.directory.end("training has ended")
+
+    def _render(self) -> str | None:
+        """What Prometheus is told; None where another process tells it. On any thread."""
+        membership, job = self._membership, self.job
+        if membership is None or job is None or not membership.leads:
+            return None
+        status = membership.status()
+        return self._figures.text(
+            iteration=status["iteration"],
+            layout=job.layout,
+            waiting=len(status["waiting"]),
+            leaving=len(status["leaving"]),
+            switching=status["switch"] is not None,
+        )
 
     # -- joining and leaving -----------------------------------------------------------------
 
@@ -587,16 +620,12 @@ class Session:
 
     def _switch(self, job: Job) -> bool:
         """Do what is due at this boundary; False where the process stays where it was."""
-        from megatron.training import get_timers
-
         assert self._due is not None and self._membership is not None
         due, self._due = self._due, None
         pending = due.pending
         job.args.iteration = job.iteration
         job.args.num_floating_point_operations_so_far = job.num_flops
-        for timer in get_timers()._timers.values():
-            if timer._started:
-                timer.stop()
+        timers.stop_all()
         assert pending.prepared is not None
         target = pending.prepared.target
         is_saved = self._saved_iteration == job.iteration
@@ -630,11 +659,28 @@ class Session:
             begin = time.perf_counter()
             self._save(job)
             report.seconds["save"] = time.perf_counter() - begin
-        self._done(job, report, time.perf_counter() - self._boundary_s)
+        begin = time.perf_counter()
+        phases = {phase: report.seconds.get(phase, 0.0) for phase in PHASES}
+        timers.log(job.args, job.iteration, phases, level=1)  # which waits for all ranks
+        report.seconds["writers"] = seconds = time.perf_counter() - begin
+        progress(job.args.rank, f"writers  {seconds:7.3f} s  figures shown, all ranks waited for")
+        stall_s = timers.longest(self._stall_s(pending.posted.change))
+        self._done(job, report, stall_s)
         if self._membership.leads and pending.posted.request is not None:
-            answer = {"state": "done", "layout": report.target, "iteration": job.iteration}
-            self._membership.directory.answer(pending.posted.request, answer)
+            answer = {
+                "state": "done",
+                "layout": report.target,
+                "iteration": job.iteration,
+                "stall_s": stall_s,
+                "bytes_moved": report.bytes["moved"],
+            }
+            self._membership.answer(pending.posted.request, answer)
         return True
+
+    def _stall_s(self, change: Change) -> float:
+        """For how long no step has run, as far as this process was there to see it."""
+        came = process_uid() in change.joiners and not set(change.joiners) >= set(change.target)
+        return 0.0 if came else time.perf_counter() - self._boundary_s
 
     def _last_checkpoint(self, job: Job) -> str:
         if self._saved_iteration is None:
@@ -707,6 +753,15 @@ class Session:
         if job.args.rank == 0:
             fields = asdict(report)
             self.log.event("switch", **fields, ok=True, stall_s=stall_s)
+        timers.log(job.args, job.iteration, {"stall": stall_s}, level=0)
+        moved, peak = report.bytes["moved"], report.peak_extra_bytes
+        self._figures.switched(report.seconds, moved, peak, stall_s)
+        if writers.is_last(job.args):
+            before = scalars.of_layout(ParallelLayout.parse(report.source))
+            figures = scalars.of_switch(report.seconds, report.bytes, peak, stall_s)
+            writers.write(job.iteration, {**before, **figures}, {})
+            layout = {scalars.LAYOUT: report.target}
+            writers.write(job.iteration + 1, scalars.of_layout(job.layout), layout)
 
     def _refused(self, job: Job, wanted: Any, refusal: DynaTrainError) -> None:
         """Say and note that a switch was refused, or begun and called off."""
@@ -716,13 +771,15 @@ class Session:
         what = "called off" if isinstance(refusal, SwitchAborted) else "refused"
         message = f"iteration {job.iteration}: switch {what}: {refusal}"
         progress(job.args.rank, message)
+        self._figures.refused()
         if job.args.rank == 0:
             self.log.event(
                 "refused",
                 iteration=job.iteration,
                 source=str(job.layout),
-                target=wanted if isinstance(wanted, str) else json.dumps(wanted),
+                target=layout_text(wanted),
                 ok=False,
+                called_off=isinstance(refusal, SwitchAborted),
                 reason=getattr(refusal, "reason", str(refusal)),
                 next_step=getattr(refusal, "next_step", ""),
             )

@@ -72,9 +72,36 @@ class Phases:
         begin = time.perf_counter()
         whereabouts.begin(name, self._place)
         yield
-        seconds = time.perf_counter() - begin
+        self.add(name, time.perf_counter() - begin, doing)
+
+    def add(self, name: str, seconds: float, doing: str) -> None:
+        """Count a phase that was timed elsewhere, or a part of one."""
         self._report.seconds[name] = self._report.seconds.get(name, 0.0) + seconds
         progress(self._rank, f"{name:8s} {seconds:7.3f} s  {doing}")
+
+    def add_move(self, move: Move) -> None:
+        """Count the parts of a move that has ended; they overlap each other."""
+        for name, seconds in {**move.seconds, **transfer_seconds(move)}.items():
+            self.add(name, seconds, _MOVE_DOING[name])
+
+
+_MOVE_DOING = {
+    "plan": "plan bound to memory",
+    "memory": "taken for what comes, given back of what has gone",
+    "pack": "what leaves put together",
+    "wire": "messages on their way",
+    "unpack": "what came and what stays put in its place",
+    "verify": "what came held against what left",
+}
+
+
+def transfer_seconds(move: Move) -> dict[str, float]:
+    """This rank's seconds of packing, sending and unpacking, in all stages."""
+    return {
+        "pack": sum(executed.pack_s for executed in move.reports),
+        "wire": sum(executed.wire_s for executed in move.reports),
+        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+    }
 
 
 def fill_in(
@@ -91,9 +118,7 @@ def fill_in(
     ``gather`` gives everyone's figures for this rank's, ``size`` is how many there are.
     """
     own: dict[str, Any] = {
-        "pack": sum(executed.pack_s for executed in move.reports),
-        "wire": sum(executed.wire_s for executed in move.reports),
-        "unpack": sum(executed.unpack_s + executed.retain_s for executed in move.reports),
+        **transfer_seconds(move),
         "sent": sum(executed.sent_bytes for executed in move.reports),
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,

@@ -443,8 +443,7 @@ class _Switch:
                 shared = ~(held_once(rosters[0]) & held_once(rosters[1]))
                 before = own_sums(rosters[0], old.holdings.fragments, transport.rank, chosen=shared)
         move.run(rosters, transport, verify=options.verify, timeout_s=timeout_s)
-        for name, seconds in move.seconds.items():
-            report.seconds[name] = report.seconds.get(name, 0.0) + seconds
+        phase.add_move(move)
         if move.bound is not None:
             fragments = old.holdings.fragments, new.holdings.fragments
             job.bound_plans.put(plan.plans[0], *fragments, move.bound)
@@ -489,7 +488,7 @@ class _Switch:
                     job.rosters.clear()  # which a process that joins does not know
                 ended = hand_over(job, ready.built, ready.iterators, self.baseline, self.sizes)
                 if change.source != change.target:
-                    renumber(job.args, self.run_id)
+                    renumber(job.args)
                 for tensor in ready.built.state.gradients():
                     ready.missing.restore_one(tensor.untyped_storage(), zeros=True)
                 self.ledger.watch(ready.built.state.tensors())
@@ -508,6 +507,8 @@ class _Switch:
                 self.attempt.say_done()
             size = self.bridge.transport.size
             fill_in(report, planned.plan, move, peak, rebuilt, size, self._last_word)
+            if ready is not None and change.source != change.target:
+                writers.follow(job.args, self.run_id)  # all others have closed theirs by now
             if change.leavers:
                 self.bridge.end()
                 job.bridge = None

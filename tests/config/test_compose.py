@@ -34,7 +34,8 @@ KEYS = (
     "engine.window_ops", "engine.promote", "engine.verify", "engine.keep_source",
     "engine.check_replicas", "engine.timeout_s", "elastic.overlap", "elastic.store",
     "elastic.join", "elastic.on_leave", "elastic.leave_signal", "elastic.connect_timeout_s",
-    "elastic.timeout_s", "elastic.cache_worlds", "record_steps", "save_before_switch",
+    "elastic.timeout_s", "elastic.cache_worlds", "control.signal", "control.metrics_file",
+    "control.metrics_port", "control.metrics_host", "record_steps", "save_before_switch",
     "save_after_switch", "faults",
     "model", "experiment", "cfg",
 )  # fmt: skip
@@ -273,6 +274,10 @@ def test_a_key_inside_a_value_says_how_to_write_the_value() -> None:
         ),
         ("elastic.timeout_s=0.0", "a number above 0 (seconds)"),
         ("elastic.cache_worlds=all", "a whole number of at least 0"),
+        ("control.signal=SIGKILL", "one of SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT, or null"),
+        ("control.metrics_port=0", "a port, or null"),
+        ("control.metrics_port=99999", "a port, or null"),
+        ("control.metrics_file=''", "a path, or null"),
         ("record_steps=maybe", "true or false"),
         ("record_steps=null", "true or false"),
         ("schedule=5", "a list such as [{iteration: 50, layout: {tp: 1, pp: 2}}]"),
@@ -470,6 +475,7 @@ def test_a_configuration_goes_to_another_process_as_it_is() -> None:
         [
             "schedule=[{iteration: 5, layout: {tp: 1, vpp: null}}, {iteration: 6, layout: pp4}]",
             "engine.schedule=ring", "elastic.join=node7:29500", "elastic.leave_signal=null",
+            "control.metrics_port=9400",
         ]
     )  # fmt: skip
     assert from_json(to_json(config)) == config

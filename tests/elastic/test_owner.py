@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,12 +75,10 @@ class Announced:
     def __init__(self, owner: StoreOwner, *, waiting: tuple[str, ...] = ()) -> None:
         self.posted: list[Posted] = []
         self.answers: list[dict[str, Any]] = []
-        directory = SimpleNamespace(
-            owner=lambda: owner,
-            answer=lambda number, answer: self.answers.append(answer),
-        )
         self.membership = SimpleNamespace(
-            directory=directory,
+            directory=SimpleNamespace(owner=lambda: owner),
+            answer=lambda number, answer: self.answers.append(answer),
+            is_answered=lambda number: False,
             board=SimpleNamespace(post=self.posted.append),
             notices=set(),
             waiting=lambda: waiting,
@@ -163,7 +162,10 @@ def test_who_was_taken_in_and_left_waits_no_more() -> None:
     job: Any = SimpleNamespace(processes=("a",), iteration=0)
     nothing: Any = None
     leading, later = (
-        Membership(job, store, nothing, nothing, overlap=Overlap.off, timeout_s=5) for _ in range(2)
+        Membership(
+            job, store, nothing, nothing, run_dir=Path("unused"), overlap=Overlap.off, timeout_s=5
+        )
+        for _ in range(2)
     )
 
     def waiting(membership: Membership) -> tuple[str, ...]:

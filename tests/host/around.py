@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dynatrain_megatron.layout import ParallelLayout
+
 Fields = dict[str, str]
 Curves = dict[str, list[tuple[int, float]]]
 
@@ -89,6 +91,53 @@ def scalars(directory: Path) -> Curves:
             points = [(event.step, event.value) for event in accumulator.Scalars(tag)]
             curves.setdefault(tag, []).extend(points)
     return curves
+
+
+def board_texts(directory: Path, tag: str) -> list[tuple[int, str]]:
+    """The texts of a tag in TensorBoard's event files of a directory, with their steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = []
+    for path in sorted(directory.glob("events.out.tfevents.*")):
+        accumulator = EventAccumulator(str(path), size_guidance={"tensors": 0})
+        accumulator.Reload()
+        if f"{tag}/text_summary" in accumulator.Tags()["tensors"]:
+            for event in accumulator.Tensors(f"{tag}/text_summary"):
+                found.append((event.step, event.tensor_proto.string_val[0].decode()))
+    return found
+
+
+def own(curves: Curves) -> Curves:
+    """Take our own curves out of Megatron's and return them."""
+    tags = [tag for tag in curves if tag.startswith("dynatrain")]
+    return {tag: curves.pop(tag) for tag in tags}
+
+
+def assert_tells_of_switches(curves: Curves, done: Sequence[Mapping[str, Any]]) -> None:
+    """Our curves are those of these events, in the order of steps: figures, and layouts as steps.
+
+    Of the seconds of phases the rank that writes the curves has its own, beside rank 0's.
+    """
+    at = [event["iteration"] for event in done]
+    curves = {tag: sorted(points) for tag, points in curves.items()}
+    for phase in ("plan", "build", "commit"):
+        assert [step for step, _ in curves[f"dynatrain/{phase}_s"]] == at, phase
+        assert all(seconds > 0 for _, seconds in curves[f"dynatrain/{phase}_s"]), phase
+    for tag, values in {
+        "stall_s": [event["stall_s"] for event in done],
+        "wire_s": [event["seconds"]["wire"] for event in done],
+        "bytes_moved": [event["bytes"]["moved"] for event in done],
+        "bytes_lower_bound": [event["bytes"]["lower_bound"] for event in done],
+        "peak_extra_bytes": [event["peak_extra_bytes"] for event in done],
+    }.items():
+        points = zip(at, values, strict=True)
+        assert curves[f"dynatrain/{tag}"] == [(step, pytest.approx(v)) for step, v in points], tag
+    layouts = [(at, event["source"]) for at, event in zip(at, done, strict=True)]
+    layouts += [(event["iteration"] + 1, event["target"]) for event in done]
+    for axis in ("tp", "pp", "dp", "world"):
+        read = dict(curves[f"dynatrain/{axis}"])
+        for step, text in sorted(layouts):
+            assert read[step] == getattr(ParallelLayout.parse(text), axis), (axis, step)
 
 
 def wandb_curves(directory: Path) -> Curves:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +67,21 @@ class Runs:
     files: Path
 
     @property
+    def done(self) -> list[dict[str, Any]]:
+        """The events of the two runs that switch."""
+        return [*around.events(self.first.run_dir), *around.events(self.second.run_dir)]
+
+    @property
     def logs(self) -> list[str]:
         """Output of the rank that writes log lines: the static run's, the other two's."""
         return [run.logs[-1] for run in (self.static, self.first, self.second)]
+
+
+def log_as_megatron_does() -> None:
+    """Megatron's own handler, for whose place pytest was first; in a rank."""
+    from megatron.training.log_handler import CustomHandler
+
+    logging.basicConfig(handlers=[CustomHandler()], level=logging.INFO, force=True)
 
 
 def look_at_the_callers_frame() -> None:
@@ -137,7 +151,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 def run_all(base: Path) -> Runs:
 
     tp2 = ("--tensor-model-parallel-size", "2")
-    look = look_at_the_callers_frame
+
+    def look() -> None:
+        log_as_megatron_does()
+        look_at_the_callers_frame()
+
     static = run_megatron(4, flags(base / "A", *tp2), [], base / "static", inside=look)
     first = run_megatron(4, flags(base / "B", *tp2, *ENDS), [FIRST], base / "first", inside=look)
     loads = ("--pipeline-model-parallel-size", "2", "--load", str(base / "B" / "ckpt"))
@@ -151,14 +169,13 @@ class TestAround:
     """What is left of the three runs."""
 
     def test_the_switches_took_place(self, runs: Runs) -> None:
-        done = [*around.events(runs.first.run_dir), *around.events(runs.second.run_dir)]
-        assert [(event["iteration"], event["target"]) for event in done] == [
+        assert [(event["iteration"], event["target"]) for event in runs.done] == [
             (3, "pp2-dp2"),
             (7, "tp4-sp"),  # iteration 6 is skipped, and has no boundary
             (8, "pp2-dp2"),
             (12, "tp2-dp2"),
         ]
-        assert all(event["event"] == "switch" and event["ok"] for event in done)
+        assert all(event["event"] == "switch" and event["ok"] for event in runs.done)
 
     def test_log_lines_read_as_if_nothing_had_happened(self, runs: Runs) -> None:
         static, first, second = (around.training_lines(log) for log in runs.logs)
@@ -185,16 +202,44 @@ class TestAround:
     def test_tensorboard_shows_one_curve(self, runs: Runs) -> None:
         expected = around.scalars(runs.static_files / "tb")
         got = around.scalars(runs.files / "tb")
+        around.own(expected)
+        around.own(got)
         # The first line after a start has no iteration time: 11 in the run that was resumed.
         points = expected["iteration-time"]
         expected["iteration-time"] = [p for p in points if p[0] != ENDS_AT + 1]
         assert len(expected) >= 30
         around.assert_same_curves(got, expected)
 
+    def test_tensorboard_tells_of_layouts_and_switches(self, runs: Runs) -> None:
+        static = around.own(around.scalars(runs.static_files / "tb"))
+        assert {tag: len(points) for tag, points in static.items()} == dict.fromkeys(
+            [f"dynatrain/{axis}" for axis in "tp pp vpp cp ep etp dp world".split()], 1
+        )
+        got = around.own(around.scalars(runs.files / "tb"))
+        around.assert_tells_of_switches(got, runs.done)
+        assert around.board_texts(runs.files / "tb", "dynatrain/layout") == [
+            (1, "tp2-dp2"),
+            *((event["iteration"] + 1, event["target"]) for event in runs.done[:3]),
+            (ENDS_AT + 1, "pp2-dp2"),
+            (13, "tp2-dp2"),
+        ]
+        # As timers too, where Megatron's own are asked for.
+        assert [step for step, _ in got["dynatrain-wire-time"]] == [3, 7, 8, 12]
+        assert [step for step, _ in got["dynatrain-stall-time"]] == [3, 7, 8, 12]
+
+    def test_megatrons_timers_show_the_phases(self, runs: Runs) -> None:
+        for log, count in zip(runs.logs, (0, 3, 1), strict=True):
+            for phase in ("stall", "quiesce", "build", "plan", "wire", "verify", "vote", "commit"):
+                found = re.findall(rf"^ +dynatrain-{phase} \.+: \((\S+), (\S+)\)$", log, re.M)
+                assert len(found) == count, phase
+                assert all(0 < float(least) <= float(most) for least, most in found), phase
+
     @pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed (the extra 'wandb')")
     def test_wandb_offline_shows_the_same(self, runs: Runs) -> None:
         expected = around.wandb_curves(runs.static_files / "wandb")
         got = around.wandb_curves(runs.files / "wandb")
+        around.own(expected)
+        around.assert_tells_of_switches(around.own(got), runs.done)
         points = expected["iteration-time"]
         expected["iteration-time"] = [p for p in points if p[0] != ENDS_AT + 1]
         assert len(expected["lm loss"]) == ITERATIONS - 1

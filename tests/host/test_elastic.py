@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ FLAGS = [
     *("--lr-decay-iters", "40", "--exit-interval", "1000"),
 ]
 TIMEOUT_S = 150.0
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
 
 class Driver:
@@ -185,7 +187,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.host
-def test_two_four_three_others_two(tmp_path: Path) -> None:
+def test_two_four_three_others_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two join, one leaves, rank 0 is told to go while another joins, and it shrinks again."""
     static = run_megatron(2, [*FLAGS, "--train-iters", "160"], [], tmp_path / "static")
 
@@ -196,21 +198,54 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
         assert grown["state"] == "done", grown
         in_place = driver.ask(layout={"tp": 1, "pp": 2, "world": 4})
         assert in_place["state"] == "done", in_place
+        figures = (tmp_path / "run" / "job.prom").read_text()
+        assert 'dynatrain_layout{run="run",axis="world"} ' in figures
         # Over the bridge of the switch before; who leaves builds nothing.
         shrunk = driver.ask(layout={"tp": 1, "world": 3})
         assert shrunk["state"] == "done", shrunk
         os.kill(driver.pid(0), signal.SIGTERM)  # one still waits, and is taken in for it
         driver.wait_until("rank 0 is gone", lambda: len(around.events(tmp_path / "run")) == 4)
-        last = driver.ask(layout={"tp": 2, "world": 2})
-        assert last["state"] == "done", last
+        gone = f":{driver.pid(0)}:"
+        driver.wait_until("it is told", lambda: not any(gone in uid for uid in driver.members()))
+        # By a file and a signal, which reaches all; one of them takes it.
+        (tmp_path / "run" / "request.json").write_text('{"layout": {"tp": 5}}')
+        refused = answer_to_signal(driver)
+        assert refused["state"] == "refused" and "tp*pp*cp=5" in refused["reason"], refused
+        (tmp_path / "run" / "request.json").write_text('{"layout": {"tp": 2, "world": 2}}')
+        last = answer_to_signal(driver)
+        assert last["state"] == "done" and last["layout"] == "tp2", last
+
+    def answer_to_signal(driver: Driver) -> dict[str, Any]:
+        answer = tmp_path / "run" / "answer.json"
+        before = json.loads(answer.read_text())["number"]
+        for uid in driver.members():
+            os.kill(int(uid.split(":")[-2]), signal.SIGUSR1)
+
+        def read() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(answer.read_text())
+            return found
+
+        def is_answered() -> bool:
+            return read()["number"] == before + 1 and read()["state"] != "announced"
+
+        driver.wait_until("answer to the signal", is_answered)
+        return read()
 
     board = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"]
-    codes, _ = run_elastic(2, 3, [*FLAGS, *board], [], tmp_path / "run", drive)
+    if HAS_WANDB:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        board += ["--wandb-project", "tests", "--wandb-exp-name", "elastic"]
+        board += ["--wandb-save-dir", str(tmp_path / "wandb")]
+    figures = ["control.metrics_file=job.prom"]
+    codes, _ = run_elastic(2, 3, [*FLAGS, *board], figures, tmp_path / "run", drive)
     assert codes == [0] * 5
+    assert not (tmp_path / "run" / "job.prom").exists()  # of a job that has ended
     events = around.events(tmp_path / "run")
     assert [(event["joined"], event["left"]) for event in events] == [
         (2, 0), (0, 0), (0, 1), (1, 1), (0, 1)
     ]  # fmt: skip
+    assert [event["origin"] for event in events] == [*["request"] * 3, "notice", "request"]
     got, expected = steps_of(tmp_path / "run"), steps_of(static.run_dir)
     assert [step["iteration"] for step in got] == list(range(1, len(got) + 1))
     assert len(got) <= len(expected)  # every step after every switch is held against the other run
@@ -218,8 +253,15 @@ def test_two_four_three_others_two(tmp_path: Path) -> None:
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-6), step
         assert step["consumed_samples"] == other["consumed_samples"]
     # The last rank writes the curve: five processes in turn, and no step twice or never.
-    curve = around.scalars(tmp_path / "board")["lm loss"]
-    assert sorted(step for step, _ in curve) == [step["iteration"] for step in got]
+    curves = [around.scalars(tmp_path / "board")]
+    if HAS_WANDB:
+        files = sorted((tmp_path / "wandb").rglob("run-*.wandb"))
+        assert len({path.stem for path in files}) == 1 < len(files)  # one run in several parts
+        curves.append(around.wandb_curves(tmp_path / "wandb"))
+    for written in curves:
+        steps = [step["iteration"] for step in got]
+        assert sorted(step for step, _ in written["lm loss"]) == steps
+        around.assert_tells_of_switches(around.own(written), events)
 
 
 @pytest.mark.host

@@ -16,6 +16,7 @@ def switch(iteration: int = 2, **changes: Any) -> dict[str, Any]:
     """A switch as a run writes it."""
     event = {
         "event": "switch",
+        "time": "2026-11-30T10:20:05.123+00:00",
         "iteration": iteration,
         "source": "tp2-dp2",
         "target": "pp2-dp2",
@@ -24,10 +25,22 @@ def switch(iteration: int = 2, **changes: Any) -> dict[str, Any]:
         "groups": {"reused": 0, "created": 23, "destroyed": 22},
         "ops": 8,
         "rounds": 1,
+        "schedule": "direct",
+        "predicted_s": 0.05,
+        "stages": 3,
+        "keep_source": "never",
+        "verify": "fingerprint",
         "peak_extra_bytes": 4000,
         "planned_peak_extra_bytes": 5000,
+        "bound_peak_extra_bytes": 8000,
+        "placement": {"applied": False, "bytes": {"best": 1200, "identity": 3000}},
+        "origin": "request",
+        "world": 2,
+        "joined": 1,
+        "left": 2,
         "fingerprint": {"before": "880935e7630dc38f", "after": "880935e7630dc38f"},
         "bytes_matrix": [[500, 1500], [1500, 500]],
+        "nodes": [0, 1],
         "ok": True,
         "stall_s": 1.25,
     }
@@ -38,10 +51,12 @@ def refused(iteration: int = 3, **changes: Any) -> dict[str, Any]:
     """A refused request as a run writes it."""
     event = {
         "event": "refused",
+        "time": "2026-11-30T10:21:05.123+00:00",
         "iteration": iteration,
         "source": "tp2-dp2",
         "target": '{"tp": 3}',
         "ok": False,
+        "called_off": False,
         "reason": "tp*pp*cp=3*1*1=3 must divide world=4 (4 mod 3 = 1)",
         "next_step": "the job stays in layout tp2-dp2",
     }

@@ -1,5 +1,6 @@
 """Reports looked at in a real headless Chromium, on a wide screen and on a phone."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from dynatrain_megatron.cli import main
+from dynatrain_megatron.observe.units import duration, size
 
 from .runs import HOSTILE, RECORDED, RECORDED_STATIC, refused, switch, write_run
 
@@ -24,6 +26,7 @@ FLAGS = (
 
 # What the page looks like from inside: errors would be in the log, which is asked for apart.
 LOOK = """
+document.querySelectorAll("details").forEach((each) => { each.open = true; });
 const images = [...document.images];
 const overflowing = [...document.querySelectorAll("body *")].filter(
   (e) =>
@@ -32,6 +35,8 @@ const overflowing = [...document.querySelectorAll("body *")].filter(
 return {
   images: images.map((i) => [i.complete, i.naturalWidth, i.naturalHeight, i.clientWidth]),
   shown: images.map((i) => i.currentSrc.length),
+  timeline: [...document.querySelectorAll("#timeline tbody tr")].map(
+    (row) => Object.fromEntries([...row.cells].map((c) => [c.dataset.label, c.innerText.trim()]))),
   rows: Object.fromEntries([...document.querySelectorAll("table")].map(
     (t) => [t.id, t.tBodies[0].rows.length])),
   tooWide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
@@ -71,9 +76,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     names = ["tp2-pp2-vpp2-cp2-ep4-etp2-dp2-sp-noopt-mbs2", HOSTILE, "x" * 120]
     matrix = [[10**12 * (row + column) for column in range(5)] for row in range(5)]
+    placement = {"applied": False, "bytes": {"identity": 10**15, "best": 10**14}}
     crowded = [
         switch(20 + i, source=names[i % 3], target=names[(i + 1) % 3], ok=i != 3,
-               error=HOSTILE, bytes_matrix=matrix)
+               error=HOSTILE, bytes_matrix=matrix, nodes=list(range(5)), placement=placement)
         for i in range(10)
     ]  # fmt: skip
     refusals = [refused(5, reason=HOSTILE * 3), refused(6, target="y" * 300)]
@@ -100,11 +106,13 @@ def _look(driver: Any, page: Path, width: int, theme: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "num_charts", "rows"),
     [
-        ("recorded", 3, {"switches": 4, "times": 4}),
-        ("busy", 3, {"switches": 10, "times": 10, "refused": 2}),
+        ("recorded", 3, dict.fromkeys(["timeline", "times", "loads", "memory", "groups",
+                                       "switches"], 4)),
+        ("busy", 3, dict.fromkeys(["times", "loads", "memory", "groups", "switches"], 10)
+         | {"timeline": 12, "links": 80, "refused": 2}),
         ("plain", 1, {}),
     ],
-)
+)  # fmt: skip
 def test_a_report_is_whole_in_a_browser(
     browser: Any,
     pages: dict[str, Path],
@@ -129,6 +137,28 @@ def test_a_report_is_whole_in_a_browser(
     assert seen["tooWide"] == 0
     assert seen["overflowing"] == []
     assert seen["background"] == {"light": "rgb(244, 246, 248)", "dark": "rgb(14, 18, 23)"}[theme]
+
+
+@pytest.mark.parametrize("width", [WIDE_PX, PHONE_PX])
+def test_the_timeline_shows_what_the_events_say(
+    browser: Any, pages: dict[str, Path], width: int
+) -> None:
+    seen = _look(browser, pages["recorded"], width, "light")["timeline"]
+    events = [json.loads(line) for line in (RECORDED / "events.jsonl").read_text().splitlines()]
+    shown = {"event", "iteration", "from", "to", "stall", "moved"}
+    assert [{key: row[key] for key in shown} for row in seen] == [
+        {
+            "event": f"switch {number}",
+            "iteration": str(event["iteration"]),
+            "from": event["source"],
+            "to": event["target"],
+            "stall": duration(event["stall_s"]),
+            "moved": size(event["bytes"]["moved"]),
+        }
+        for number, event in enumerate(events, start=1)
+    ]
+    busy = _look(browser, pages["busy"], width, "light")["timeline"]
+    assert [row["event"].split()[0] for row in busy] == ["switch"] * 10 + ["refused"] * 2
 
 
 def test_the_log_would_tell_of_an_error(browser: Any, tmp_path: Path) -> None:

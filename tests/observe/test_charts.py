@@ -121,7 +121,7 @@ def test_a_recorded_run_is_drawn_without_overlap(form: Format) -> None:
         text.partition("#")[0] for text in texts
     }
     texts = _texts(form, lambda sheet: draw_times(sheet, timed(run.switches)))
-    phases = {*PHASES} - {"replicas", "memory"}  # not asked for, and not known then
+    phases = {*PHASES} - {"replicas", "save", "memory", "vote", "writers"}  # not known then
     assert {*phases, REST, "seconds"} <= {text.partition("#")[0] for text in texts}
     _texts(form, lambda sheet: draw_bytes(sheet, matrices(run.switches)))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dynatrain_megatron.errors import ConfigError, DynaTrainError
 from dynatrain_megatron.observe.report import as_json, read_run
 from dynatrain_megatron.observe.report.compare import loss_differences
+from dynatrain_megatron.observe.report.links import loads_of
 from dynatrain_megatron.observe.report.read import clean
 
 from .runs import RECORDED, RECORDED_STATIC, refused, steps, switch, write_lines, write_run
@@ -54,14 +55,49 @@ def test_a_run_beside_its_static_run() -> None:
 
 def test_missing_fields_are_none_and_unknown_ones_are_passed_over(tmp_path: Path) -> None:
     older = {"event": "switch", "iteration": 2}
-    newer = switch(3, placement="best", bytes={"moved": 1, "lower_bound": 1, "saved": 7})
+    newer = switch(3, cost="high", bytes={"moved": 1, "lower_bound": 1, "saved": 7})
     run = read_run(write_run(tmp_path, [older, newer]))
     first, second = run.switches
     assert (first.source, first.target, first.ok) == ("?", "?", True)
     for name in ("stall_s", "moved", "bytes_ratio", "ops", "peak_extra", "fingerprint"):
         assert getattr(first, name) is None
-    assert (first.seconds, first.groups, first.matrix) == ({}, {}, ())
+    assert (first.seconds, first.groups, first.matrix, first.nodes) == ({}, {}, (), ())
+    assert (first.placement, first.world, first.origin, first.time) == (None, None, "", "")
     assert second.bytes_ratio == 1.0
+
+
+def test_lines_without_an_iteration_are_left_out_and_told_of(tmp_path: Path) -> None:
+    events = [{"event": "switch", "ok": True}, switch(), {"event": "refused"}]
+    write_lines(tmp_path / "events.jsonl", events)
+    write_lines(tmp_path / "steps.jsonl", [{"loss": 4.0}, *steps([3.0])])
+    run = read_run(tmp_path)
+    assert (len(run.steps), len(run.switches), len(run.refusals)) == (1, 1, 0)
+    assert run.notes == (
+        "steps.jsonl: 1 lines have no iteration and are left out",
+        "events.jsonl: 2 lines have no iteration and are left out",
+    )
+
+
+def test_events_keep_the_order_of_the_file(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, [refused(1), switch(2), refused(3), switch(4)]))
+    assert [event.iteration for event in run.events] == [1, 2, 3, 4]
+    assert [switch.number for switch in run.switches] == [1, 2]
+
+
+def test_loads_are_split_by_the_node_of_each_rank(tmp_path: Path) -> None:
+    matrix = [[9, 1, 20, 0], [0, 9, 300, 0], [0, 0, 9, 4000], [50000, 0, 0, 9]]
+    event = switch(bytes_matrix=matrix, nodes=[0, 0, 1, 2])
+    unknown = switch(3, bytes_matrix=matrix, nodes=None)
+    oblong = switch(4, bytes_matrix=[[1, 2]], nodes=[0])
+    known, without, nothing = map(
+        loads_of, read_run(write_run(tmp_path, [event, unknown, oblong])).switches
+    )
+    assert known is not None and without is not None and nothing is None
+    assert (known.kept, known.within, known.between) == (36, 1, 54320)
+    assert known.links == ((2, 0, 50000), (1, 2, 4000), (0, 1, 320))
+    assert (known.sender, known.receiver) == ((3, 50000), (0, 50000))
+    assert known.mean_sent == (21 + 300 + 4000 + 50000) / 4
+    assert (without.within, without.between, without.sender) == (None, None, known.sender)
 
 
 def test_null_is_the_same_as_missing(tmp_path: Path) -> None:
@@ -158,7 +194,6 @@ def test_a_folder_without_either_names_the_ones_below(tmp_path: Path) -> None:
         ("9" * 10_000, "line 1 is not JSON"),
         ("[1, 2]", "line 1 is not a JSON object"),
         ('{"event": 5}', "line 1: 'event' should be a text, but is 5"),
-        ('{"event": "switch"}', "'iteration' should be there, but is None"),
         ('{"event": "switch", "iteration": 1.5}', "a whole number from 0 up, but is 1.5"),
         ('{"event": "switch", "iteration": true}', "a whole number from 0 up, but is True"),
         ('{"event": "refused", "iteration": -1}', "a whole number from 0 up, but is -1"),
@@ -175,6 +210,8 @@ def test_a_folder_without_either_names_the_ones_below(tmp_path: Path) -> None:
         (switch(bytes_matrix=[["a"]]), "'bytes_matrix' should be rows of equal length"),
         (switch(bytes_matrix=[[True]]), "'bytes_matrix' should be rows of equal length"),
         (switch(fingerprint="equal"), "'fingerprint' should be an object"),
+        (switch(placement="best"), "'placement' should be an object"),
+        (switch(nodes=[0.5]), "'nodes' should be a list of whole numbers"),
         (switch(source={"tp": 2}), "'source' should be a text"),
         (switch(target="\n\x1b[31m", ops=[1]), "'ops' should be a whole number"),
     ],

@@ -78,19 +78,25 @@ def test_the_report_of_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert sorted(path.name for path in out.iterdir()) == sorted(files)
     page = _Page(out / "report.html")
-    rows = page.table("switches")
+    rows = page.table("timeline")
     assert [(row["iteration"], row["from"], row["to"]) for row in rows] == [
         ("6", "tp2-dp2", "pp2-dp2"),
         ("12", "pp2-dp2", "tp4"),
         ("18", "tp4", "pp4"),
         ("24", "pp4", "dp4"),
     ]
-    assert rows[0]["moved"] == "10.04 MB"
-    assert rows[0]["÷ lower bound"] == "1.000"
-    assert rows[0]["peak extra memory"] == rows[0]["planned"] == "10.04 MB"
-    assert rows[0]["fingerprint"] == "880935e7630dc38f equal"
-    assert len(page.table("times")) == 4
-    assert "refused" not in page.rows
+    assert (rows[0]["event"], rows[0]["stall"], rows[0]["moved"]) == (
+        "switch 1", "1.16 s", "10.04 MB"
+    )  # fmt: skip
+    transfer, memory = page.table("switches")[0], page.table("memory")[0]
+    assert transfer["switch"] == "1 tp2-dp2 → pp2-dp2 at 6"
+    assert transfer["÷ lower bound"] == "1.000"
+    assert transfer["fingerprint"] == "880935e7630dc38f equal"
+    assert memory["recorded"] == memory["planned"] == "10.04 MB"
+    # This run is from before these were recorded.
+    assert (rows[0]["time (UTC)"], rows[0]["ranks"], memory["bound"]) == ("–", "–", "–")
+    assert [len(page.table(name)) for name in ("times", "loads", "groups")] == [4, 4, 4]
+    assert "refused" not in page.rows and "links" not in page.rows
     assert "Notes" not in page.text
 
 
@@ -140,11 +146,12 @@ def test_json_tells_files_switches_and_differences(
 def test_texts_from_files_cannot_become_markup(tmp_path: Path) -> None:
     hostile = dict.fromkeys(("source", "target"), HOSTILE)
     events = [
-        switch(**hostile, seconds={HOSTILE: 1.0}, fingerprint={"before": HOSTILE, "after": "b"}),
+        switch(**hostile, seconds={HOSTILE: 1.0}, fingerprint={"before": HOSTILE, "after": "b"},
+               **dict.fromkeys(("time", "origin", "schedule", "verify", "keep_source"), HOSTILE)),
         switch(3, **hostile, ok=False, error=HOSTILE),
         refused(**hostile, reason=HOSTILE, next_step=HOSTILE),
         {"event": HOSTILE},
-    ]
+    ]  # fmt: skip
     run_dir = write_run(tmp_path / "<script>alert(1)<" / "b>&", events)
     assert main(["report", str(run_dir), "--out", str(tmp_path / "out")]) == 0
     page = _Page(tmp_path / "out" / "report.html")
@@ -152,13 +159,91 @@ def test_texts_from_files_cannot_become_markup(tmp_path: Path) -> None:
     images = [attrs for tag, attrs in page.tags if tag == "img"]
     assert len(images) == 3
     assert not any("onerror" in attrs for _, attrs in page.tags)
-    assert page.table("switches")[0]["from"] == HOSTILE
-    assert HOSTILE in page.table("switches")[1]["to"]
+    assert page.table("timeline")[0]["from"] == HOSTILE
+    assert HOSTILE in page.table("timeline")[1]["event"]
+    assert HOSTILE in page.table("switches")[0]["switch"]
     assert page.table("refused")[0] == {
-        "iteration": "3", "from": HOSTILE, "asked for": HOSTILE, "reason": HOSTILE, "then": HOSTILE
+        "event": "refused", "iteration": "3", "from": HOSTILE, "asked for": HOSTILE,
+        "reason": HOSTILE, "then": HOSTILE
     }  # fmt: skip
     assert page.table("times")[0][HOSTILE] == "1.000"
     assert f"{HOSTILE} (1)" in page.text
+
+
+@pytest.mark.usefixtures("quick_charts")
+def test_what_a_switch_took_is_told_in_tables(tmp_path: Path) -> None:
+    matrix = [[0, 1000, 4000], [0, 0, 0], [2000, 0, 7]]
+    events = [
+        refused(1, called_off=True),
+        switch(2, bytes_matrix=matrix, nodes=[0, 0, 1]),
+        refused(3),
+    ]
+    assert main(["report", str(write_run(tmp_path, events))]) == 0
+    page = _Page(tmp_path / "report" / "report.html")
+    assert page.table("timeline") == [
+        {
+            "event": "called off", "iteration": "1", "time (UTC)": "2026-11-30 10:21:05",
+            "from": "tp2-dp2", "to": '{"tp": 3}', "asked by": "–", "ranks": "–", "stall": "–",
+            "moved": "–",
+        },
+        {
+            "event": "switch 1", "iteration": "2", "time (UTC)": "2026-11-30 10:20:05",
+            "from": "tp2-dp2", "to": "pp2-dp2", "asked by": "request", "ranks": "2 +1 −2",
+            "stall": "1.25 s", "moved": "3.00 kB",
+        },
+        {
+            "event": "refused", "iteration": "3", "time (UTC)": "2026-11-30 10:21:05",
+            "from": "tp2-dp2", "to": '{"tp": 3}', "asked by": "–", "ranks": "–", "stall": "–",
+            "moved": "–",
+        },
+    ]  # fmt: skip
+    which = {"switch": "1 tp2-dp2 → pp2-dp2 at 2"}
+    assert page.table("loads") == [
+        which | {
+            "within nodes": "1.00 kB", "between nodes": "6.00 kB",
+            "busiest sender": "rank 0: 5.00 kB", "busiest receiver": "rank 2: 4.00 kB",
+            "busiest ÷ mean sent": "2.14",
+        }
+    ]  # fmt: skip
+    assert page.table("links") == [
+        which | {"link": "node 0 → node 1", "bytes": "4.00 kB", "": ""},
+        which | {"link": "node 1 → node 0", "bytes": "2.00 kB", "": ""},
+    ]
+    assert page.table("memory") == [
+        which | {
+            "old state": "freed stage by stage", "stages": "3", "planned": "5.00 kB",
+            "recorded": "4.00 kB", "bound": "8.00 kB", "recorded and planned": "",
+        }
+    ]  # fmt: skip
+    assert page.table("groups") == [
+        which | {
+            "groups reused": "0", "made": "23", "destroyed": "22", "joined": "1", "left": "2",
+            "placement": "would move 1.20 kB instead of 3.00 kB (−60%)",
+        }
+    ]  # fmt: skip
+    assert page.table("switches")[0] == which | {
+        "moved": "3.00 kB", "÷ lower bound": "1.500", "retained": "1.00 kB", "rebuilt": "0 B",
+        "ops": "8", "rounds": "1", "schedule": "direct", "wire": "62 ms", "predicted": "50 ms",
+        "checked by": "fingerprint", "fingerprint": "880935e7630dc38f equal",
+    }  # fmt: skip
+    assert [row["event"] for row in page.table("refused")] == ["called off", "refused"]
+    assert "1 refused, 1 called off" in page.text
+    # The bar is what was recorded, the mark what was planned, the whole width the bound.
+    assert '<i style="width:50.00%"></i><b style="left:62.50%"></b>' in page.source
+
+
+@pytest.mark.usefixtures("quick_charts")
+def test_events_of_another_program_have_a_page(tmp_path: Path) -> None:
+    bare: list[dict[str, object]] = [
+        {"event": "switch", "iteration": 2},
+        {"event": "switch"},
+        {"event": "refused", "iteration": 3},
+    ]
+    assert main(["report", str(write_run(tmp_path, bare, losses=None))]) == 0
+    page = _Page(tmp_path / "report" / "report.html")
+    assert [row["event"] for row in page.table("timeline")] == ["switch 1", "refused"]
+    assert "events.jsonl: 1 lines have no iteration and are left out" in page.text
+    assert {"loads", "memory", "groups", "times"}.isdisjoint(page.rows)
 
 
 @pytest.mark.usefixtures("quick_charts")
@@ -213,7 +298,8 @@ def test_fingerprints_that_differ_and_switches_that_failed_stand_out(tmp_path: P
     first, second = page.table("switches")
     assert first["fingerprint"] == "aa bb different"
     assert second["fingerprint"] == "not taken"
-    assert second["to"] == "pp2-dp2 failed rank 3 is gone"
+    assert second["switch"] == "2 tp2-dp2 → pp2-dp2 at 3 failed"
+    assert page.table("timeline")[1]["event"] == "switch 2 failed rank 3 is gone"
     assert "1 failed" in page.text
 
 

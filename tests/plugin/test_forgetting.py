@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,15 @@ def membership(store: JobStore, *, timeout_s: float) -> Membership:
         processes=(OWN, OTHER), built=object(), num_changes=0, iteration=1, layout="dp2", secret=""
     )
     wire = Wire(EngineTransport.torch, 1 << 20, 20.0)
-    return Membership(job, store, _no_check, wire, overlap=Overlap.off, timeout_s=timeout_s)
+    return Membership(
+        job,
+        store,
+        _no_check,
+        wire,
+        run_dir=Path("unused"),
+        overlap=Overlap.off,
+        timeout_s=timeout_s,
+    )
 
 
 def _no_check(posted: Posted) -> Any:

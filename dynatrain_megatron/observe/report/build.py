@@ -18,20 +18,21 @@ def build(run: Run, static: Run | None) -> tuple[str, dict[str, bytes]]:
     """The page, and the PNGs by file name: the charts as the page shows them on a wide screen."""
     pictures: dict[str, Picture] = {}
     if has_loss(run):
-        pictures["loss.png"] = _loss(run, static)
+        pictures["loss"] = _loss(run, static)
     shown = timed(run.switches)
     if shown:
-        pictures["time.png"] = _times(run, len(shown))
+        pictures["time"] = _times(run, len(shown))
     if matrices(run.switches):
-        pictures["bytes.png"] = _bytes(run)
+        pictures["bytes"] = _bytes(run)
     names = phase_names(shown)
     page = render(
         run,
         static,
-        tuple(pictures.values()),
+        pictures,
         (names, [(switch, phases_of(switch)) for switch in shown if switch.seconds]),
     )
-    return page, {name: picture.pngs["wide", "light"] for name, picture in pictures.items()}
+    wide = {f"{name}.png": picture.pngs["wide", "light"] for name, picture in pictures.items()}
+    return page, wide
 
 
 def _loss(run: Run, static: Run | None) -> Picture:

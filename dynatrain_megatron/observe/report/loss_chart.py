@@ -197,7 +197,7 @@ def _draw_losses(axes: Axes, run: Run, static: Run | None, sheet: Sheet) -> None
             linestyle="",
             marker="x",
             markersize=5,
-            label="refused request",
+            label="refused or called off",
             zorder=4,
         )
     if len(handles) > 1:

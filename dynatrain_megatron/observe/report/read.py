@@ -1,14 +1,15 @@
 """A run directory's files as plain values: training steps, switches, refused requests.
 
 The files may come from a run that is still going on or was killed (a torn last line is left out
-and noted), from an older version (fields that are missing are None) or a newer one (fields that
-are not known are passed over). Anything else that does not fit is an error that names its line.
+and noted), from an older version or another program (fields that are missing are None, lines
+without an iteration are left out and noted) or a newer one (fields that are not known are passed
+over). Anything else that does not fit is an error that names its line.
 """
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,19 +32,34 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Bytes that move where every process keeps its rank, and with the best placement."""
+
+    applied: bool
+    identity: int | None
+    best: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Switch:
     """A switch made after step ``iteration``, or one that failed there (``ok`` False).
 
-    ``number`` counts from 1 in the order of the file. Times in seconds, sizes in bytes; ``matrix``
-    [source ranks][target ranks] has on its diagonal what stays where it is. None: not recorded.
+    ``number`` counts from 1 in the order of the file; ``time`` is when it was over, ISO 8601.
+    Seconds, and sizes in bytes; ``matrix`` [source ranks][target ranks] has on its diagonal what
+    stays where it is, ``nodes`` the node of each of its ranks. None, or empty: not recorded.
     """
 
     number: int
     iteration: int
+    time: str
     source: str
     target: str
+    origin: str
     ok: bool
     error: str
+    world: int | None
+    joined: int | None
+    left: int | None
     stall_s: float | None
     seconds: dict[str, float]
     moved: int | None
@@ -52,11 +68,19 @@ class Switch:
     rebuilt: int | None
     ops: int | None
     rounds: int | None
+    schedule: str
+    predicted_s: float | None
+    verify: str
     groups: dict[str, int]
+    keep_source: str
+    stages: int | None
     peak_extra: int | None
     planned_peak_extra: int | None
+    bound_peak_extra: int | None
+    placement: Placement | None
     fingerprint: tuple[str, str] | None
     matrix: tuple[tuple[int, ...], ...]
+    nodes: tuple[int, ...]
 
     @property
     def bytes_ratio(self) -> float | None:
@@ -70,24 +94,41 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A switch that was asked for and not made; the job went on in ``source``."""
+    """A switch that was asked for and not made; the job went on in ``source``.
+
+    ``called_off`` is one that had begun.
+    """
 
     iteration: int
+    time: str
     source: str
     target: str
+    called_off: bool
     reason: str
     next_step: str
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run directory tells. Steps by iteration; ``notes`` say what was odd in the files."""
+    """What one run directory tells. Steps by iteration; ``notes`` say what was odd in the files.
+
+    ``events`` are in the order of the file.
+    """
 
     directory: Path
     steps: tuple[Step, ...]
-    switches: tuple[Switch, ...]
-    refusals: tuple[Refusal, ...]
+    events: tuple[Switch | Refusal, ...]
     notes: tuple[str, ...]
+
+    @property
+    def switches(self) -> tuple[Switch, ...]:
+        """The switches among the events."""
+        return tuple(event for event in self.events if isinstance(event, Switch))
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The others."""
+        return tuple(event for event in self.events if isinstance(event, Refusal))
 
 
 def read_run(directory: Path) -> Run:
@@ -103,8 +144,8 @@ def read_run(directory: Path) -> Run:
         raise ConfigError(f"{directory} has neither {STEPS} nor {EVENTS}{hint}")
     notes: list[str] = []
     steps = _read_steps(directory / STEPS, notes)
-    switches, refusals = _read_events(directory / EVENTS, notes)
-    return Run(directory, steps, switches, refusals, tuple(notes))
+    events = _read_events(directory / EVENTS, notes)
+    return Run(directory, steps, events, tuple(notes))
 
 
 def clean(text: str) -> str:
@@ -118,8 +159,7 @@ def clean(text: str) -> str:
 def _read_steps(path: Path, notes: list[str]) -> tuple[Step, ...]:
     by_iteration: dict[int, Step] = {}
     again = 0
-    for record in _records(path, notes):
-        iteration = record.iteration()
+    for record, iteration in _with_iteration(path, _records(path, notes), notes):
         again += iteration in by_iteration
         loss = record.number("loss")
         if loss is None or not abs(loss) < _LARGEST_LOSS:
@@ -136,35 +176,61 @@ def _read_steps(path: Path, notes: list[str]) -> tuple[Step, ...]:
     return tuple(by_iteration[iteration] for iteration in sorted(by_iteration))
 
 
-def _read_events(path: Path, notes: list[str]) -> tuple[tuple[Switch, ...], tuple[Refusal, ...]]:
-    switches: list[Switch] = []
-    refusals: list[Refusal] = []
+def _read_events(path: Path, notes: list[str]) -> tuple[Switch | Refusal, ...]:
+    known: list[_Record] = []
     others: Counter[str] = Counter()
     for record in _records(path, notes):
         kind = record.text("event")
-        if kind == "switch":
-            switches.append(_switch(record, len(switches) + 1))
-        elif kind == "refused":
-            refusals.append(_refusal(record))
+        if kind in ("switch", "refused"):
+            known.append(record)
         else:
             others[kind] += 1
+    events: list[Switch | Refusal] = []
+    number = 0
+    for record, iteration in _with_iteration(path, known, notes):
+        if record.text("event") == "switch":
+            number += 1
+            events.append(_switch(record, iteration, number))
+        else:
+            events.append(_refusal(record, iteration))
     others.pop("run", None)
     if others:
         told = ", ".join(f"{kind or 'unnamed'} ({count})" for kind, count in sorted(others.items()))
         notes.append(f"{path.name}: events that this report does not show: {told}")
-    return tuple(switches), tuple(refusals)
+    return tuple(events)
 
 
-def _switch(record: "_Record", number: int) -> Switch:
+def _with_iteration(
+    path: Path, records: Iterable["_Record"], notes: list[str]
+) -> list[tuple["_Record", int]]:
+    """Those that say of which iteration they are, with it."""
+    found, without = [], 0
+    for record in records:
+        iteration = record.whole("iteration")
+        if iteration is None:
+            without += 1
+        else:
+            found.append((record, iteration))
+    if without:
+        notes.append(f"{path.name}: {without} lines have no iteration and are left out")
+    return found
+
+
+def _switch(record: "_Record", iteration: int, number: int) -> Switch:
     sizes = record.inside("bytes")
     prints = record.inside("fingerprint")
     return Switch(
         number=number,
-        iteration=record.iteration(),
+        iteration=iteration,
+        time=record.text("time"),
         source=record.text("source", "?"),
         target=record.text("target", "?"),
+        origin=record.text("origin"),
         ok=record.fields.get("ok") is not False,
         error=record.text("error") or record.text("reason"),
+        world=record.whole("world"),
+        joined=record.whole("joined"),
+        left=record.whole("left"),
         stall_s=record.number("stall_s", finite=True),
         seconds=record.numbers("seconds"),
         moved=sizes.whole("moved"),
@@ -173,21 +239,39 @@ def _switch(record: "_Record", number: int) -> Switch:
         rebuilt=sizes.whole("rebuilt"),
         ops=record.whole("ops"),
         rounds=record.whole("rounds"),
+        schedule=record.text("schedule"),
+        predicted_s=record.number("predicted_s", finite=True),
+        verify=record.text("verify"),
         groups={name: int(count) for name, count in record.numbers("groups").items()},
+        keep_source=record.text("keep_source"),
+        stages=record.whole("stages"),
         peak_extra=record.whole("peak_extra_bytes"),
         planned_peak_extra=record.whole("planned_peak_extra_bytes"),
+        bound_peak_extra=record.whole("bound_peak_extra_bytes"),
+        placement=_placement(record.inside("placement")),
         fingerprint=(prints.text("before", "?"), prints.text("after", "?"))
         if prints.fields
         else None,
         matrix=record.matrix("bytes_matrix"),
+        nodes=record.wholes("nodes"),
     )
 
 
-def _refusal(record: "_Record") -> Refusal:
+def _placement(record: "_Record") -> Placement | None:
+    if not record.fields:
+        return None
+    moved = record.inside("bytes")
+    applied = record.fields.get("applied") is True
+    return Placement(applied, moved.whole("identity"), moved.whole("best"))
+
+
+def _refusal(record: "_Record", iteration: int) -> Refusal:
     return Refusal(
-        record.iteration(),
+        iteration,
+        record.text("time"),
         record.text("source", "?"),
         record.text("target", "?"),
+        record.fields.get("called_off") is True,
         record.text("reason", "no reason recorded"),
         record.text("next_step"),
     )
@@ -248,13 +332,6 @@ class _Record:
             self._wrong(name, "a finite number from 0 up", value)
         return float(value)
 
-    def iteration(self) -> int:
-        """The field that every line has."""
-        value = self.whole("iteration")
-        if value is None:
-            self._wrong("iteration", "there", value)
-        return value
-
     def whole(self, name: str) -> int | None:
         value = self.fields.get(name)
         if value is None:
@@ -276,6 +353,15 @@ class _Record:
         inside = self.inside(name)
         read = {clean(key): inside.number(key, finite=True) for key in inside.fields}
         return {key: value for key, value in read.items() if value is not None}
+
+    def wholes(self, name: str) -> tuple[int, ...]:
+        """A list of whole numbers from 0 up."""
+        value = self.fields.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(map(_is_whole, value)):
+            self._wrong(name, "a list of whole numbers from 0 up", value)
+        return tuple(value)
 
     def matrix(self, name: str) -> tuple[tuple[int, ...], ...]:
         value = self.fields.get(name)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dynatrain_megatron.observe.phases import PHASES as ORDER
+
 
 @dataclass(frozen=True, slots=True)
 class Theme:
@@ -56,9 +58,9 @@ DARK = Theme(
 PHASES: dict[str, str] = {
     # Getting ready: blues.
     "prepare": "#3f51a3",
+    "groups": "#3c8dc5",
     "quiesce": "#6c86dd",
     "replicas": "#8fa6ea",
-    "groups": "#3c8dc5",
     "build": "#62b8e6",
     "plan": "#a3d6ef",
     "memory": "#cdd9ee",
@@ -69,8 +71,12 @@ PHASES: dict[str, str] = {
     # Making whole, checking, handing over: greens.
     "rebuild": "#97c76f",
     "verify": "#55a374",
+    "vote": "#438c6c",
     "commit": "#2d7263",
+    "save": "#b9c2a0",
+    "writers": "#8b9a5b",
 }
+assert tuple(PHASES) == ORDER
 """Colour of each phase of a switch, in the order in which they happen."""
 OTHER_PHASES = ("#b58bc9", "#8d6aa8", "#d3b0de", "#6f5387")
 """For phases that this version does not know, in turn."""
