@@ -52,7 +52,9 @@ PLACEHOLDERS = {
 """Words in capitals that stand for the reader's own."""
 
 _NOT_RUN = r"""
-command_not_found_handle() { printf '%s\037' "$@" >>"$CALLS"; printf '\036' >>"$CALLS"; [ "$1" != pgrep ]; }
+command_not_found_handle() {
+  printf '%s\037' "$@" >>"$CALLS"; printf '\036' >>"$CALLS"; [ "$1" != pgrep ]
+}
 say() { command_not_found_handle "$@"; }
 kill() { say kill "$@"; }; cd() { say cd "$@"; }; source() { say source "$@"; }
 exec() { "$@"; }; hostname() { echo head; }; wait() { builtin wait; }; trap() { :; }; sleep() { :; }
