@@ -36,7 +36,6 @@ KNOWN = {
     "NPROC": "2",
     "PIDS": "17 18",
     "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "node[1-2]",
 }
 """Variables that pages leave to their reader, and what they may be."""
 
@@ -184,15 +183,13 @@ def _refusals_of(program: str) -> Any:
 
 
 def _check_srun(words: Sequence[str]) -> None:
-    """What Slurm starts; where that is a shell which ends in ``"$@"``, what it is given."""
+    """What Slurm starts."""
     start = next(i for i, word in enumerate(words) if not word.startswith("-"))
-    check(_inside_shell(words[start:]))
+    check(tuple(words[start:]))
 
 
-def _inside_shell(words: Sequence[str]) -> Argv:
-    if words[:2] == ["bash", "-c"] and words[2].endswith('"$@"'):
-        return tuple(words[4:])
-    return tuple(words)
+def _check_rank(words: Sequence[str]) -> None:
+    check(tuple(words))
 
 
 def _check_paths(words: Sequence[str]) -> None:
@@ -225,6 +222,7 @@ _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
         for path in sorted((ROOT / folder).glob("*.sh"))
         if os.access(path, os.X_OK)
     },
+    "scripts/slurm_rank.sh": _check_rank,
     **dict.fromkeys(
         ("cat", "cd", "git", "head", "kill", "kubectl", "ls", "pgrep", "pkill", "sbatch", "scancel",
          "scontrol", "sinfo", "source", "squeue", "tail"),

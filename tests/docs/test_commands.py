@@ -126,7 +126,7 @@ def test_what_is_shown_is_compared() -> None:
         ("torchrun scripts/pretrain_gpt.py --bf16 --dynatrain engine.verfy=off", "verfy"),
         ("torchrun scripts/no_such.py", "no_such"),
         ("torchrun --nprocs-per-node 2 scripts/pretrain_gpt.py", "nprocs"),
-        ("srun --wait=0 bash -c 'exec \"$@\"' bash dynatrain stor", "stor"),
+        ("srun --wait=0 scripts/slurm_rank.sh dynatrain stor", "stor"),
         ("scripts/test.sh tests/no_such.py", "no_such"),
         ("rm -rf /", "rm is no command"),
         ("dynatrain plan 'a", "the shell says"),
