@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,20 @@ class Wrong(AssertionError):
     """A command that its program would not take."""
 
 
-def called(text: str, known: Mapping[str, str] | None = None) -> list[Argv]:
+def called(text: str) -> list[Argv]:
     """The commands of a shell text as they would be called, in order; none of them is run."""
     scripts = [path for folder in ("scripts", "benchmarks") for path in ROOT.glob(f"{folder}/*.sh")]
     names = [str(path.relative_to(ROOT)) for path in scripts]
     functions = "".join(f'function {name} {{ say {name} "$@"; }}\n' for name in names)
-    with tempfile.NamedTemporaryFile() as calls:
+    with tempfile.TemporaryDirectory() as folder:
+        calls = Path(folder, "calls")
+        calls.touch()
         ran = subprocess.run(
             ["/bin/bash", "-c", f"{_NOT_RUN}{functions}PATH=/nowhere\n{text}\n"],
-            env={"CALLS": calls.name, **KNOWN, **(known or {})},
+            cwd=folder, env={"CALLS": str(calls), **KNOWN},
             capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
-        found = Path(calls.name).read_text()
+        found = calls.read_text()
     if ran.stderr:
         raise Wrong(f"the shell says {ran.stderr}")
     return [tuple(line.split("\037")[:-1]) for line in found.split("\036")[:-1]]
@@ -103,6 +105,7 @@ def check_dynatrain(words: Sequence[str]) -> None:
     except SystemExit as end:
         if end.code:
             raise Wrong(f"dynatrain {' '.join(words)}: {told.getvalue()}") from None
+        return  # its help was asked for
     except DynaTrainError as error:
         raise Wrong(f"dynatrain {' '.join(words)}: {error}") from None
     _check_megatron(getattr(args, "flags", []))

@@ -53,8 +53,8 @@ def run_page(page: Page, folder: Path) -> None:
 
 
 def _run(block: Block, folder: Path) -> None:
-    commands = called(block.text)
-    if all(command[0] == "dynatrain" for command in commands) and "|" not in block.text:
+    commands = [] if re.search(r"[|<>&]", block.text) else called(block.text)
+    if commands and all(command[0] == "dynatrain" for command in commands):
         code, told, said = 0, "", ""
         for command in commands:
             code, out, error = _here(list(command[1:]), folder)

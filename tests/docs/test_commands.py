@@ -13,6 +13,7 @@ from tests.docs.pages import SHELLS, Block, page, pages
 from tests.docs.running import fits, make_clone, run_page
 
 BLOCKS = [block for one in pages() for block in one.commands]
+PARSED = [block for block in BLOCKS if not block.is_run]
 RUN = [one.name for one in pages() if any(block.is_run for block in one.commands)]
 TRAINS = ("docs/first-switch.md",)
 """Pages whose commands start a job of their own."""
@@ -39,10 +40,10 @@ def test_no_command_hides_in_a_block_of_something_else() -> None:
                 assert not odd, f"{block}: {odd[0]} is a command; make it a block ```bash"
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("block", PARSED, ids=str)
 def test_a_command_is_one(block: Block) -> None:
     commands = called(block.text)
-    assert commands, block
+    assert commands or block.text.startswith("export "), block
     for command in commands:
         try:
             check(command)
@@ -122,7 +123,7 @@ def test_what_is_shown_is_compared() -> None:
         ("dynatrain plan modle=llama2_7b source=tp2 target=pp2", "modle"),
         ("dynatrain switch --targt tp2", "--targt"),
         ("dynatrain switch --target tpp2", "tpp2"),
-        ("torchrun --nproc 2 scripts/pretrain_gpt.py --num-layer 4", "--num-layer"),
+        ("torchrun --nproc-per-node 2 scripts/pretrain_gpt.py --num-layer 4", "--num-layer"),
         ("torchrun scripts/pretrain_gpt.py --bf16 --dynatrain engine.verfy=off", "verfy"),
         ("torchrun scripts/no_such.py", "no_such"),
         ("torchrun --nprocs-per-node 2 scripts/pretrain_gpt.py", "nprocs"),
