@@ -111,6 +111,14 @@ def check_dynatrain(words: Sequence[str]) -> None:
     _check_megatron(getattr(args, "flags", []))
 
 
+def check_option(command: str, option: str) -> None:
+    """Whether a ``dynatrain`` command has an option of that name."""
+    commands = cli.build_parser()._actions[-1].choices
+    assert isinstance(commands, dict)
+    if command not in commands or option not in commands[command]._option_string_actions:
+        raise Wrong(f"dynatrain {command} has no {option}")
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """What follows ``--dynatrain``."""
     _composes(tuple(re.sub(r"=HOST:PORT$", "=head:29400", word) for word in overrides))

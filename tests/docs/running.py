@@ -40,14 +40,15 @@ def make_clone(folder: Path) -> Path:
 def run_page(page: Page, folder: Path) -> None:
     """Run all blocks of a page that say ``run``; raises :class:`Failed`."""
     with contextlib.ExitStack() as running:
+        jobs: list[subprocess.Popen[bytes]] = []
         for block in page.commands:
             if not block.is_run:
                 continue
             awaited = block.value("when")
             if awaited is not None:
-                _wait_for(folder / awaited, block, folder)
+                _wait_for(folder / awaited, block, folder, jobs)
             if "background" in block.words:
-                running.enter_context(_background(block, folder))
+                jobs.append(running.enter_context(_background(block, folder)))
             else:
                 _run(block, folder)
 
@@ -93,28 +94,30 @@ def _here(words: list[str], folder: Path) -> tuple[int, str, str]:
 
 
 @contextlib.contextmanager
-def _background(block: Block, folder: Path) -> Iterator[None]:
-    """A job that runs while the rest of the page does."""
+def _background(block: Block, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A job that runs while the rest of the page does, and is interrupted at its end."""
     with (folder / "background.log").open("w") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {block.text.lstrip()}"],
             cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
-        yield
+        yield process
         if process.poll() not in (None, 0):
             raise Failed(f"{block}: ended with {process.returncode}\n{_log(folder)}")
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        # Its ranks have sessions of their own: torchrun ends them when it is told to end.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        process.kill()
 
 
-def _wait_for(path: Path, block: Block, folder: Path) -> None:
+def _wait_for(path: Path, block: Block, folder: Path, jobs: list[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not path.exists():
-        if time.monotonic() > deadline:
-            raise Failed(f"{block}: {path} is not there after {LIMIT_S:g} s\n{_log(folder)}")
+        if time.monotonic() > deadline or any(job.poll() is not None for job in jobs):
+            raise Failed(f"{block}: {path} is not there\n{_log(folder)}")
         time.sleep(0.1)
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import PLACEHOLDERS, Wrong, called, check, check_dynatrain, check_overrides
+from tests.docs.commands import (
+    PLACEHOLDERS,
+    Wrong,
+    called,
+    check,
+    check_dynatrain,
+    check_option,
+    check_overrides,
+)
 from tests.docs.pages import SHELLS, Block, page, pages
 from tests.docs.running import fits, make_clone, run_page
 
@@ -92,6 +100,8 @@ def _check_span(span: str) -> None:
     if not words:
         return
     if words[0] == "dynatrain" and len(words) > 1 and "|" not in words:
+        if len(words) == 3 and words[2].startswith("--"):  # an option by its name alone
+            check_option(words[1], words.pop())
         if len(words) == 2:  # the command by its name alone
             words.append("--help")
         for command in called(" ".join(PLACEHOLDERS.get(word, word) for word in words)):
