@@ -35,7 +35,6 @@ KNOWN = {
     "HEAD": "head",
     "NPROC": "2",
     "PIDS": "17 18",
-    "SLURM_JOB_ID": "7",
 }
 """Variables that pages leave to their reader, and what they may be."""
 

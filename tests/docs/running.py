@@ -47,6 +47,8 @@ def run_page(page: Page, folder: Path) -> None:
             awaited = block.value("when")
             if awaited is not None:
                 _wait_for(folder / awaited, block, folder, jobs)
+            if "ended" in block.words:
+                running.close()
             if "background" in block.words:
                 jobs.append(running.enter_context(_background(block, folder)))
             else:
