@@ -35,7 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-support",
         action="store_true",
-        help="record what the tests find in docs/support.json and in the README's table",
+        help="record what the tests find in docs/support.json and docs/support.md",
+    )
+    parser.addoption(
+        "--write-docs",
+        action="store_true",
+        help="bring pictures and tables in docs/ up to date that are made of something else",
     )
 
 

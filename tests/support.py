@@ -1,7 +1,7 @@
 """The support table: what was switched along which axes, as the tests themselves found it.
 
 A test that compared switches calls the fixture ``support`` at its end. What it says must be what
-``docs/support.json`` has, from which the table in the README is made; run the tests with
+``docs/support.json`` has, from which the table in docs/support.md is made; run the tests with
 ``--write-support`` to bring both up to date.
 """
 
@@ -17,7 +17,7 @@ from dynatrain_megatron.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "docs" / "support.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 
 AXES = {
@@ -82,12 +82,12 @@ def load() -> dict[str, Row]:
 
 
 def write(found: Mapping[str, Row]) -> None:
-    """Record ``found`` over what is recorded, and the table of all in the README."""
+    """Record ``found`` over what is recorded, and the table of all in the page."""
     rows = dict(sorted((load() | dict(found)).items()))
     RECORDED.write_text(json.dumps(rows, indent=1) + "\n")
-    before, _, rest = README.read_text().partition(BEGIN)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}{END}{after}")
 
 
 def table(rows: Mapping[str, Row]) -> str:

@@ -1,4 +1,4 @@
-"""The support table in the README is the recorded one, and its tests exist."""
+"""The support table in docs/support.md is the recorded one, and its tests exist."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tests import support
 from tests.support import How
 
 
-def test_the_readme_has_the_recorded_table() -> None:
+def test_the_page_has_the_recorded_table() -> None:
     rows = support.load()
     assert rows
-    assert f"{support.BEGIN}\n{support.table(rows)}{support.END}" in support.README.read_text()
+    assert f"{support.BEGIN}\n{support.table(rows)}{support.END}" in support.PAGE.read_text()
 
 
 def test_every_recorded_test_exists_and_records() -> None:

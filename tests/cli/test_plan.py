@@ -265,32 +265,6 @@ def test_the_papers_setups_take_half_of_what_is_published(
     assert "models and layouts of its own" in told(capsys, "simulate", "--paper", "source=tp2")
 
 
-def documented() -> list[str]:
-    """The commands in the bash blocks of docs/plan.md."""
-    blocks = re.findall(r"```bash\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    text = "".join(blocks).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.startswith("dynatrain ")]
-
-
-def test_the_page_has_commands() -> None:
-    assert len(documented()) >= 8
-
-
-@pytest.mark.parametrize("command", documented())
-def test_every_command_of_the_page_runs(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    presets = tmp_path / "presets"
-    (presets / "topology").mkdir(parents=True)
-    (presets / "topology" / "mine.yaml").write_text(
-        "ranks_per_node: 4\nnode_width: 2\nspeeds: {near_gb_s: 100, far_gb_s: 12.5}\n"
-    )
-    assert main(shlex.split(command)[1:]) == 0
-    assert capsys.readouterr().out
-
-
 WORDS = st.sampled_from(
     ["model=llama2_7b", "model.num_layers=2", "model={}", "model=null", "source=tp2", "source=pp2",
      "source={tp: 2, world: 4}", "target=tp2", "target={ep: 2}", "target=pipeline:E(t|)*2",

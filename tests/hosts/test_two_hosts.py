@@ -35,7 +35,7 @@ FLAGS = [
 ]
 RECIPES = dict(
     re.findall(
-        r"<!-- run: (\w+) -->\n```bash\n(.*?)\n```",
+        r"```bash recipe=(\w+)\n(.*?)\n```",
         (ROOT / "docs" / "elastic.md").read_text(),
         re.DOTALL,
     )
