@@ -196,6 +196,8 @@ def asked(text: str) -> Answers:
         waiting=lambda: ("e", "f"),
         notices=set(),
         directory=answers,
+        answer=answers.answer,
+        is_answered=lambda number: False,
         board=answers,
         leads=True,
     )

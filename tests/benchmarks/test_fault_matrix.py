@@ -73,9 +73,9 @@ def test_a_table_shows_what_is_other_than_promised() -> None:
             row(Case(Phase.vote, Kind.oom, 1, Keep.never), problems=["it goes on"]),
         ],
     }
-    page = fault_table.put_into(f"a\n{fault_table.BEGIN}old{fault_table.END}\nb\n", seen)
+    page = fault_table.put_into(f"a\n{fault_table.BEGIN}stale{fault_table.END}\nb\n", seen)
     assert "| wire | goes on |\n" in page and "| wire, later stage | ends |  |" in page
-    assert "| vote |  | **other** |" in page and page.startswith("a\n") and "old" not in page
+    assert "| vote |  | **other** |" in page and page.startswith("a\n") and "stale" not in page
     report = fault_table.report(seen)
     assert (
         "python 3, commit 1a\n" in report
