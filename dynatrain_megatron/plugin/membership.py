@@ -353,11 +353,16 @@ class Membership:
     def wait_for_call(self) -> Pending:
         """On a process that waits to join: the switch that takes it in, once all have stopped.
 
-        Raises :class:`WorldError` where the job has ended, or its store.
+        Raises :class:`WorldError` where the job has ended, or its store, or where none of its
+        processes gives a sign of life.
         """
+        beats, looked = Beats(self.directory), 0.0
         while True:
             if self.directory.has_ended:
                 raise WorldError("the job has ended")
+            if time.monotonic() - looked > BEAT_S:
+                looked = time.monotonic()
+                self._see_that_the_job_lives(beats)
             pending = self.pending
             if pending is None:
                 pass
@@ -368,6 +373,16 @@ class Membership:
                 if isinstance(self.board.boundary(pending.number), int):
                     return pending
             time.sleep(_TICK_S / 2)
+
+    def _see_that_the_job_lives(self, beats: Beats) -> None:
+        """It may have died and left its store: then nobody says that it has ended."""
+        members = (self.directory.status() or {}).get("members", ())
+        silent = beats.silent(members, self._timeout_s)
+        if members and len(silent) == len(members):
+            raise WorldError(
+                f"none of the job's {len(members)} processes has given a sign of life for "
+                f"{self._timeout_s:g} s"
+            )
 
     # -- requests from outside ---------------------------------------------------------------
 

@@ -116,6 +116,7 @@ class Session:
         self.job: Job | None = None
         self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
         self._membership: Membership | None = None
+        self._store_is_gone = False
         self._leader: Leader | None = None
         self._store_owner = StoreOwner()
         self._launch: LaunchArguments | None = None
@@ -486,15 +487,26 @@ class Session:
         return should_exit
 
     def _switch_is_due(self, job: Job) -> bool:
-        """Whether a switch begins here; an impossible one is refused without leaving the loop."""
+        """Whether a switch begins here; an impossible one is refused without leaving the loop.
+
+        Where the job's store is gone none can be made any more, and training goes on.
+        """
         self._boundary_s = time.perf_counter()
         # A run that goes on from a checkpoint may have passed several: only the last one counts.
         while len(self._steps) > 1 and job.iteration >= self._steps[1][1].iteration:
             self._steps.pop(0)
-        membership, is_due = self._membership, False
+        try:
+            return self._finds_switch(job, None if self._store_is_gone else self._membership)
+        except WorldError as error:
+            self._store_is_gone = True
+            progress(job.args.rank, f"no switch can be made any more: {error}")
+            return False
+
+    def _finds_switch(self, job: Job, membership: Membership | None) -> bool:
+        is_due = False
         pending = None if membership is None else membership.at_boundary(job.iteration)
         if pending is None and self._steps and job.iteration >= self._steps[0][1].iteration:
-            pending, is_due = self._step_due(job), True
+            pending, is_due = self._step_due(job, membership), True
         if pending is not None:
             self._due = _Due(pending, time.perf_counter() - self._boundary_s)
             return True
@@ -504,7 +516,7 @@ class Session:
             self._leader.ask_policy(job.iteration, self.config.steps(), self._metrics)
         return False
 
-    def _step_due(self, job: Job) -> Pending | None:
+    def _step_due(self, job: Job, membership: Membership | None) -> Pending | None:
         """The schedule's step that is due, unless it cannot be, or another switch comes first."""
         index, step = self._steps[0]
         assert self._launch_layout is not None
@@ -518,12 +530,17 @@ class Session:
                         job.args.rank, f"iteration {job.iteration}: already in layout {layout}"
                     )
                     return None
-            if self._membership is None:
+            if membership is None and self._store_is_gone:
+                raise SwitchRefused(
+                    "the job's store is gone, at which its processes would agree on it",
+                    "the job trains on in its layout; one that is started anew can switch",
+                )
+            if membership is None:
                 raise SwitchRefused(
                     "this job's processes have no store to agree on a switch at",
                     "start it by torchrun, or give elastic.store=HOST:PORT",
                 )
-            pending = self._announced(job, self._membership, index, step)
+            pending = self._announced(job, membership, index, step)
         except (SwitchRefused, LayoutError) as refusal:
             self._steps.pop(0)
             self._refused(job, step.layout_changes, refusal)
