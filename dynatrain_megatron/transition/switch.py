@@ -555,13 +555,12 @@ class _Switch:
         if not finished:
             return False
         assert job.store is not None and moved is not None
-        change, backend = self.prepared.change, self.prepared.backend
+        # By the same ranks as the bridge that failed, which may be of an earlier switch.
+        ranks = self.bridge.processes
         bridge_id = self.attempt.way_back(timeout_s=options.decide_s)
-        bridge = make_bridge(
-            replace(change, bridge_id=bridge_id), job.store, wire_of(options), backend
-        )
-        place = change.processes.index(process_uid())
-        progress(place, f"{finished} stages are taken back to {self.report.source}")
+        same = replace(self.prepared.change, source=ranks, target=ranks, bridge_id=bridge_id)
+        bridge = make_bridge(same, job.store, wire_of(options), self.prepared.backend)
+        progress(bridge.transport.rank, f"{finished} stages are taken back to {self.report.source}")
         try:
             move_back(
                 moved,
