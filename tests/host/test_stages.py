@@ -129,8 +129,8 @@ def test_the_ledger_is_within_the_plan_and_the_process_about(tmp_path: Path) -> 
 # ---------------------------------------------------------------------- failures
 
 
-def fail_at_stage(number: int, directory: Path, *, for_good: bool) -> None:
-    """The check of a stage fails on every rank; what became of the job is noted; in a rank.
+def fail_at_stage(number: int, directory: Path, *, turn: int, for_good: bool) -> None:
+    """The check of a stage of a switch fails on every rank; what comes of it is noted; in a rank.
 
     ``for_good`` lets all checks fail from then on, also those of the way back.
     """
@@ -138,15 +138,16 @@ def fail_at_stage(number: int, directory: Path, *, for_good: bool) -> None:
     from dynatrain_megatron.plugin import session
     from dynatrain_megatron.transition import move
 
-    check, real, calls = move.check_received, session.switch, []
+    check, real, calls, turns = move.check_received, session.switch, [], []
 
-    def failing(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        calls.extend([1] if len(turns) == turn else [])
         if len(calls) == number + 1 or (for_good and len(calls) > number):
             raise TransitionError("made to fail")
-        check(*args, **kwargs)
+        return check(*args, **kwargs)
 
     def noted(job: Any, target: Any, options: Any, *worlds: Any) -> Any:
+        turns.append(1)
         before = {name: tensor.clone() for name, tensor in oracle._state(job).items()}
         try:
             return real(job, target, options, *worlds)
@@ -170,19 +171,27 @@ def fail_at_stage(number: int, directory: Path, *, for_good: bool) -> None:
 def test_a_failure_takes_stages_back_and_ends_the_job_where_that_fails(
     for_good: bool, tmp_path: Path
 ) -> None:
+    """Also by the bridge of an earlier switch, in which processes have taken other ranks."""
+    tour = ["tp2"] if for_good else ["pp2", "tp2"]
     with pytest.raises(RankFailure) if for_good else contextlib.nullcontext():
         run_megatron(
             2,
             [*TINY_LLAMA, "--bf16", *DISTRIBUTED, "--global-batch-size", "4"],
-            ["target=tp2", "switch_at=2", "engine.keep_source=never", "engine.verify=fingerprint"],
+            [
+                tours.schedule(["dp2", *tour]),
+                *("engine.keep_source=never", "engine.verify=fingerprint", "engine.placement=best"),
+            ],
             tmp_path,
-            inside=lambda: fail_at_stage(1, tmp_path, for_good=for_good),
+            inside=lambda: fail_at_stage(1, tmp_path, turn=len(tour), for_good=for_good),
         )
+    layout = ["dp2", *tour][-2]
     for rank in range(2):
         result = json.loads((tmp_path / f"failure-{rank}.json").read_text())
-        assert result == {"split": for_good, "same": not for_good, "layout": "dp2", "tp": 1}
+        assert result == {"split": for_good, "same": not for_good, "layout": layout, "tp": 1}
     steps = [step["layout"] for step in around.steps(tmp_path)]
-    assert steps == ["dp2"] * (2 if for_good else 4)  # called off, the job trains on
+    # Called off, the job trains on.
+    assert steps == (["dp2"] * 2 if for_good else ["dp2", "dp2", "pp2", "pp2"]), steps
     log = (tmp_path / "rank0.log").read_text()
-    assert "1 stages are taken back to dp2" in log
+    assert for_good or "2 processes take other ranks" in log
+    assert f"1 stages are taken back to {layout}" in log
     assert ("could not be brought back: made to fail" in log) == for_good
