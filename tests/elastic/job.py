@@ -175,7 +175,7 @@ def footprint() -> dict[str, int]:
     gc.collect()
     last, now = None, _footprint()
     while now != last:
-        time.sleep(0.02)  # the kernel takes threads and files back a little later
+        time.sleep(0.06)  # the kernel takes threads and files back a little later
         last, now = now, _footprint()
     return now
 

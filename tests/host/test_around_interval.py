@@ -129,6 +129,7 @@ class TestInterval:
         nan_steps = {step for tag in ("lm loss",) for step, v in static[tag] if v != v}
         assert nan_steps == set(NANS)
         for curves in (static, switched):
+            around.own(curves)
             for tag, points in curves.items():
                 curves[tag] = [(step, -1.0 if value != value else value) for step, value in points]
         around.assert_same_curves(switched, static)
