@@ -159,7 +159,8 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         # less where the transport carries state as it lies and needs no staging memory
         assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
-        assert timed | {"memory", "rebuild", "verify", "vote", "commit"} == set(event["seconds"])
+        timed |= {"memory", "rebuild", "verify", "vote", "commit"}
+        assert set(event["seconds"]) - {"writers"} == timed  # those follow to another process
         assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
     # Processes took other ranks where less had to move then; with copies it is never less here.
     assert (saved > 0) == bool(extra)
