@@ -29,9 +29,10 @@ def steps(run_dir: Path) -> list[dict[str, object]]:
 
 
 def logged_losses(run_dir: Path) -> list[float]:
-    """The losses in Megatron's own log lines, on the rank that prints them."""
-    found = re.findall(r" lm loss: (\S+) ", (run_dir / "rank3.log").read_text())
-    return [float(text) for text in found]
+    """The losses in Megatron's own log lines, by step; each on the rank that was last then."""
+    text = "".join(log.read_text() for log in run_dir.glob("rank*.log"))
+    found = re.findall(r" iteration +(\d+)/.* lm loss: (\S+) ", text)
+    return [float(loss) for _, loss in sorted(found, key=lambda line: int(line[0]))]
 
 
 def freeze_the_second_layer() -> None:
@@ -160,8 +161,9 @@ def test_losses_equal_the_run_that_never_switched(extra: list[str], tmp_path: Pa
         assert event["peak_extra_bytes"] <= event["planned_peak_extra_bytes"]
         timed = {"prepare", "quiesce", "groups", "build", "plan", "pack", "wire", "unpack"}
         timed |= {"memory", "rebuild", "verify", "vote", "commit"}
-        assert set(event["seconds"]) - {"writers"} == timed  # those follow to another process
-        assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.05
+        assert set(event["seconds"]) == timed | {"writers"}
+        # Some are of the slowest rank, and they overlap.
+        assert 0 < sum(event["seconds"].values()) <= event["stall_s"] * 1.15
     # Processes took other ranks where less had to move then; with copies it is never less here.
     assert (saved > 0) == bool(extra)
     # the gradients dropped may outweigh all that comes: then a switch takes no memory at all
