@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
 _EVERYWHERE = "0.0.0.0"
+_ATTEMPT_S = 8.0  # a greeting that is lost is not waited for longer than that
 _BACKLOG = 2048  # connections that may wait at once: all ranks come together
 
 
@@ -65,16 +67,27 @@ class StoreAddress:
 
         Raises :class:`WorldError` where no store answers.
         """
+        import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
+        deadline = time.monotonic() + timeout_s
         with store_errors(f"no store answers at {self} within {timeout_s:g} s"):
-            return TCPStore(
-                self.host,
-                self.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
+            while True:
+                left = max(0.001, deadline - time.monotonic())
+                try:
+                    client = TCPStore(
+                        self.host,
+                        self.port,
+                        is_master=False,
+                        wait_for_workers=False,
+                        timeout=timedelta(seconds=min(left, _ATTEMPT_S)),
+                    )
+                except dist.DistError:
+                    if left > _ATTEMPT_S:
+                        continue
+                    raise
+                client.set_timeout(timedelta(seconds=timeout_s))
+                return client
 
 
 @dataclass(frozen=True, slots=True)
