@@ -23,7 +23,6 @@ import torch
 from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.skeleton import Skeleton
 from dynatrain_megatron.adapters.state import HostState
-from dynatrain_megatron.elastic.groups import GroupKey, all_held
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.records import Held
 from dynatrain_megatron.engine.fragments import Fragments
@@ -223,6 +222,7 @@ class BuiltCache:
     """
 
     def __init__(self, max_layouts: int) -> None:
+        self._max_layouts = max_layouts
         self._dormant = Recent[BuiltKey, Built](max_layouts)
 
     def __len__(self) -> int:
@@ -251,10 +251,15 @@ class BuiltCache:
             self._dormant.pop(built.key)
         return lost
 
-    def groups(self) -> list[Held]:
-        """The process groups of all of them; two of one key where none was taken over."""
-        return [held for built in self._dormant for held in built.world.held.values()]
+    def giving_way(self, target: Collection[str], left: BuiltKey | None) -> list[Built]:
+        """Those that end when layout ``left`` falls asleep for one of ``target``'s processes.
 
-    def held(self) -> dict[GroupKey, Held]:
-        """A process group of each key that one of them has."""
-        return all_held(built.world.held for built in self._dormant)
+        Only their groups may be taken over: so a group is never in two worlds that live on, and
+        what is ended or cut of one is no loss to another.
+        """
+        here = set(target)
+        lost = [built for built in self._dormant if not here.issuperset(built.key.processes)]
+        staying = [built for built in self._dormant if built not in lost]
+        comes = left is not None and here.issuperset(left.processes)
+        surplus = max(0, len(staying) + comes - self._max_layouts)
+        return lost + staying[:surplus]

@@ -76,8 +76,7 @@ def hand_over(
             ended += job.dormant.put(left)
         else:
             ended.append(left)
-    kept = [*job.dormant.groups(), *target.world.held.values()]
-    num_ended = sum(built.end(kept) for built in ended)
+    num_ended = sum(built.end(target.world.held.values()) for built in ended)
     close_iterators(old_iterators)
     return num_ended
 

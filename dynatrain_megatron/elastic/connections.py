@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 Ends = tuple[str, str]
 """A connection's own end and the other one, as text."""
@@ -46,6 +46,10 @@ class Connections:
         """Those of this process's newly ``made`` ones whose other end is one of ``ends_of_all``."""
         known = set(ends_of_all)
         return cls(frozenset(inode for inode, (_, other) in made.items() if other in known))
+
+    def and_those_of(self, others: Iterable[Connections]) -> Connections:
+        """These and those of ``others``, some groups of which a world has taken over."""
+        return Connections(self._inodes.union(*(other._inodes for other in others)))
 
     def cut(self) -> int:
         """Cut those that are still open, from any thread; returns how many."""

@@ -1,9 +1,10 @@
 """Groups that outlive a world: a job that comes back to a layout finds its groups again.
 
 A group is known by its members' uids in their order, not by ranks, which the next world renumbers.
-Whoever is asked for a group and has one of that key in a world that it keeps takes that one. All
-members must answer alike, or one waits for ever where another makes nothing. They do, because of
-two rules that hold for each process:
+Whoever is asked for a group and has one of that key in a world that is about to end takes that one;
+of worlds that stay none is taken, so that no group is ever in two. All members must answer alike,
+or one waits for ever where another makes nothing. They do, because of two rules that hold for each
+process:
 
 - it keeps the worlds it was in last, as many as its peers, and all of them put a world aside, take
   it back and end it at the same switches;

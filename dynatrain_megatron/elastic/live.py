@@ -25,7 +25,7 @@ class LiveWorld[T]:
     """A world that is built: its record, and what the caller's function made with its groups.
 
     ``held`` are this process's groups in it; ``reused`` are those of them it took over from others.
-    ``connections`` are those that were made for it, where they are known.
+    ``connections`` are those of its groups, as far as they are known, and of some that have ended.
     """
 
     world: World

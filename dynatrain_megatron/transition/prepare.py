@@ -32,7 +32,7 @@ from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.connections import Connections, Ends
 from dynatrain_megatron.elastic.gate import Gate
-from dynatrain_megatron.elastic.groups import HeldGroups
+from dynatrain_megatron.elastic.groups import all_held
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.maker import Group, GroupMaker
 from dynatrain_megatron.elastic.store import JobStore, store_errors
@@ -61,16 +61,15 @@ class Prepared:
     """One process's view of a switch to come.
 
     ``key`` is that of the layout to be built, None on a process that leaves; ``wanted`` are its
-    groups, None where they exist: it is dormant. ``known`` are groups that may be taken over: of
-    dormant layouts, and none of the layout in force, which carries nothing until all is decided.
-    ``bridge`` is one that fits already.
+    groups, None where they exist: it is dormant. ``donors`` are worlds that end with the switch,
+    whose groups may be taken over. ``bridge`` is one that fits already.
     """
 
     change: Change
     target: Target
     key: BuiltKey | None
     wanted: WantedGroups | None
-    known: HeldGroups
+    donors: tuple[LiveWorld[Groups], ...]
     bridge: Bridge | None
     backend: str
     timeout_s: float
@@ -132,7 +131,10 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
         target,
         key,
         wanted,
-        job.dormant.held(),
+        tuple(
+            built.world
+            for built in job.dormant.giving_way(change.target, job.built and job.built.key)
+        ),
         bridge,
         backend,
         60.0 * args.distributed_timeout_minutes,
@@ -160,7 +162,7 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
                 change.world(prepared.backend, prepared.timeout_s),
                 store.address,
                 partial(_make_each, prepared.wanted, gate),
-                known=prepared.known,
+                known=all_held(donor.held for donor in prepared.donors),
                 timeout_s=wire.connect_s,
             )
         gate.done()
@@ -171,7 +173,7 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
             if is_new:
                 bridge.world.connections = found[0]
             if world is not None:
-                world.connections = found[1]
+                world.connections = found[1].and_those_of(d.connections for d in prepared.donors)
     except BaseException:
         if world is not None:
             world.abandon()

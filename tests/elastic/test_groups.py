@@ -57,7 +57,8 @@ class Member:
             return  # a job that is in a layout does not switch to it
         woken = self.dormant.take(hashable(layout))
         held = {}
-        known = self.dormant.held()  # never those in force
+        going = self.dormant.giving_way(uids, self.built and self.built.key)
+        known = all_held(each.world.held for each in going)
         for place, one in enumerate(asked):
             if woken is None and self.uid in one.members:
                 held[one] = known.get(one, (serial, place))
@@ -69,9 +70,11 @@ class Member:
         elif left is not None:
             ended.append(left)
         self.built = new
-        kept = {*self.dormant.groups(), *new.world.held.values()}
+        assert woken is not None or [each for each in ended if each is not left] == going
         for gone in ended:
-            self.alive -= set(gone.world.held.values()) - kept
+            self.alive -= set(gone.world.held.values()) - set(new.world.held.values())
+        for each in self.dormant:  # a group is in one world, whose end is no loss to another
+            assert set(each.world.held.values()).isdisjoint(new.world.held.values())
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ def test_members_agree_and_hold_no_more_than_their_worlds_need(
             held = {members[uid].built.world.held[one] for uid in one.members}
             assert len(held) == 1, "members of one group hold different ones"
         for member in members.values():
-            needed = {*member.dormant.groups(), *member.built.world.held.values()}
+            worlds = [each.world for each in (*member.dormant, member.built)]
+            needed = {held for world in worlds for held in world.held.values()}
             assert member.alive == needed
             assert len(member.dormant) <= keep
