@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import shutil
@@ -23,7 +22,6 @@ import struct
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,11 +39,9 @@ from fault_job import (
     lasting,
 )
 from machine import RESULTS, environment
-
-from dynatrain_megatron import platform
+from ranks import import_hosts
 
 DOCS = Path(__file__).parents[1] / "docs" / "verification.md"
-_PRELOADED = ("dynatrain_megatron.plugin.gpt_steps", "megatron.training", "torch._dynamo")
 _NUMBER = struct.Struct("=i")
 
 
@@ -110,7 +106,7 @@ def run(chosen: Sequence[Case], num_jobs: int) -> list[dict[str, Any]]:
         if (many := [c for c in chosen if (c.promised, c.keep) == (outcome, keep)])
     ]
     works += [[case] for case in chosen if case.promised is Outcome.ends]
-    _import_hosts()
+    import_hosts()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))  # no context: forked ranks would leave it
     store, stop_store = _store()
     todo, feed = os.pipe()
@@ -206,17 +202,6 @@ def _store() -> tuple[str, int]:
     address = os.read(read, 100).decode()
     os.close(read)
     return address, stop
-
-
-def _import_hosts() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns of each library that it does not find
-        platform.install("cpu")
-        for module in _PRELOADED:
-            importlib.import_module(module)
-    import torch
-
-    torch.set_num_threads(1)  # a child of a parent with a thread pool hangs in its first loop
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def run_ranks[Result](
     ``RuntimeError`` with the first traceback where a rank fails, dies or takes longer than
     ``timeout_s``. No rank outlives the call.
     """
-    _import_hosts()
+    import_hosts()
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     port = _free_port()
@@ -67,7 +67,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _import_hosts() -> None:
+def import_hosts() -> None:
+    """Import once, before any fork, what every rank needs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns of each library that it does not find
         platform.install("cpu")

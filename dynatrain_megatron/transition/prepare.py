@@ -123,6 +123,7 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
                 wanted = groups.wanted(
                     args, recipe.embedding_ranks, recipe.position_embedding_ranks, rank
                 )
+    left = None if job.built is None else job.built.key
     bridge = job.bridge
     if bridge is not None and set(bridge.processes) != set(change.processes):
         bridge = None
@@ -131,10 +132,7 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
         target,
         key,
         wanted,
-        tuple(
-            built.world
-            for built in job.dormant.giving_way(change.target, job.built and job.built.key)
-        ),
+        tuple(built.world for built in job.dormant.giving_way(change.target, left)),
         bridge,
         backend,
         60.0 * args.distributed_timeout_minutes,

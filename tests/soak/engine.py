@@ -30,8 +30,7 @@ from dynatrain_megatron import faults
 from dynatrain_megatron.config import EngineSchedule, Verify
 from dynatrain_megatron.engine import Fragments, FragmentsBuilder, holdings, memory
 from dynatrain_megatron.engine.execute import _Buffer
-from dynatrain_megatron.engine.holdings import Holdings
-from dynatrain_megatron.engine.memory import Dropped, Ledger
+from dynatrain_megatron.engine.memory import Ledger
 from dynatrain_megatron.faults import Fault, Kind, Phase
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Speeds, Topology
@@ -45,6 +44,7 @@ from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterSet
 from tests.engine.late import LateTransport, poison, poison_storage
 from tests.engine.test_transport import on_ends
 from tests.shapes.test_rosters import TINY_GPT, TINY_LATENT, TINY_MOE
+from tests.transition.sides import Side
 
 PROCESSES = 16
 TIMEOUT_S = 60.0
@@ -297,29 +297,6 @@ def allocated(roster: Roster, *, shared: bool, gap: int) -> Fragments:
 def _with_gaps(region: Region, dtype: torch.dtype, gap: int) -> torch.Tensor:
     *rows, row = region.shape
     return torch.empty((*rows, row + gap), dtype=dtype)[..., gap:]
-
-
-class Side(NamedTuple):
-    """One layout on one process, with gradients and parameters that are rebuilt elsewhere."""
-
-    holdings: Holdings
-    tensors: list[torch.Tensor]
-    gradients: torch.UntypedStorage
-    missing: Dropped
-
-    @classmethod
-    def of(cls, fragments: Fragments, *, there: bool) -> Side:
-        rebuilt, gradients = torch.zeros(len(fragments.roster) + 1), torch.zeros(50)
-        tensors = [*(view for views in fragments.views for view in views), rebuilt, gradients]
-        missing = Dropped([] if there else tensors)
-        holdings = Holdings(
-            fragments,
-            gradients=[gradients],
-            rebuilt=[rebuilt],
-            everything=tensors,
-            missing=missing,
-        )
-        return cls(holdings, tensors, gradients.untyped_storage(), missing)
 
 
 @contextlib.contextmanager

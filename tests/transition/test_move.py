@@ -13,8 +13,7 @@ from hypothesis import given, settings
 
 from dynatrain_megatron.config import KeepSource, Verify
 from dynatrain_megatron.engine import Fragments, FragmentsBuilder, Transport
-from dynatrain_megatron.engine.holdings import Holdings
-from dynatrain_megatron.engine.memory import Dropped, Ledger, free, storage_sizes
+from dynatrain_megatron.engine.memory import Ledger, free, storage_sizes
 from dynatrain_megatron.errors import SwitchRefused, TransitionError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Topology
@@ -33,15 +32,7 @@ from dynatrain_megatron.vps import Roster
 from tests.engine.test_execute import TENSORS, assert_holds_its_values, bind
 from tests.engine.test_transport import on_threads
 from tests.planner.worlds import Case, Model, layout_case, mixed_cases
-
-
-class Side(NamedTuple):
-    """One layout on one rank."""
-
-    holdings: Holdings
-    tensors: list[torch.Tensor]
-    gradients: torch.UntypedStorage
-    missing: Dropped
+from tests.transition.sides import Side
 
 
 def flat(roster: Roster, *, filled: bool) -> Fragments:
@@ -59,21 +50,6 @@ def flat(roster: Roster, *, filled: bool) -> Fragments:
     return builder.build()
 
 
-def side(fragments: Fragments, *, there: bool) -> Side:
-    """With gradients and rebuilt parameters; a target has memory for none of it yet."""
-    rebuilt, gradients = torch.zeros(len(fragments.roster) + 1), torch.zeros(50)
-    tensors = [*(view for views in fragments.views for view in views), rebuilt, gradients]
-    missing = Dropped([] if there else tensors)
-    holdings = Holdings(
-        fragments,
-        gradients=[gradients],
-        rebuilt=[rebuilt],
-        everything=tensors,
-        missing=missing,
-    )
-    return Side(holdings, tensors, gradients.untyped_storage(), missing)
-
-
 class Job(NamedTuple):
     """One rank's part in a switch."""
 
@@ -89,8 +65,8 @@ def jobs(case: Case, found: Stages, staging: int, *, frees: bool, shared: bool) 
     )
     make, made = flat if shared else bind, []
     for before, after in zip(case.before, case.after, strict=True):
-        old = side(make(before, filled=True), there=True)
-        new = side(make(after, filled=False), there=False)
+        old = Side.of(make(before, filled=True), there=True)
+        new = Side.of(make(after, filled=False), there=False)
         ledger = Ledger([*old.tensors, *new.tensors])
         move = Move(plan, old.holdings, new.holdings, ledger, Frees(wanted=frees), lambda: None)
         made.append(Job(old, new, move))
