@@ -73,7 +73,8 @@ class StoreAddress:
         deadline = time.monotonic() + timeout_s
         with store_errors(f"no store answers at {self} within {timeout_s:g} s"):
             while True:
-                left = max(0.001, deadline - time.monotonic())
+                began = time.monotonic()
+                left = max(0.001, deadline - began)
                 try:
                     client = TCPStore(
                         self.host,
@@ -83,7 +84,8 @@ class StoreAddress:
                         timeout=timedelta(seconds=min(left, _ATTEMPT_S)),
                     )
                 except dist.DistError:
-                    if left > _ATTEMPT_S:
+                    waited = time.monotonic() - began > 0.9 * _ATTEMPT_S
+                    if waited and left > _ATTEMPT_S:  # what fails at once would fail again
                         continue
                     raise
                 client.set_timeout(timedelta(seconds=timeout_s))

@@ -1,18 +1,18 @@
 """Checksums of messages: two numbers that are equal where both ends have the same bytes.
 
 A message is a stream of bytes in row-major order, whatever its strides at either end. Each end
-reads it once, where it lies. Short ones in host memory get a CRC-32. All others are tables of 128
-rows of 1,024 words of 64 bits, whose rows and columns are summed modulo 2**64 while the table is in
-the processor's cache; plain sums take hardly longer than reading::
+reads it once, where it lies. Short ones in host memory get a CRC-32. All others are a table of rows
+of 1,024 words of 64 bits, whose rows and columns are summed modulo 2**64 while some of its rows are
+in the processor's cache; plain sums take hardly longer than reading::
 
-    word  word  word  ..  | row sum        rows:     sum over r of w[r] * f(row sum)
-    word  word  word  ..  | row sum        columns:  sum over c of w[c] * f(column sum)
-    ------------------------------         tables:   likewise, of what their rows and columns give
+    word  word  word  ..  | row sum        first number:   sum over r of w[r] * f(row sum)
+    word  word  word  ..  | row sum        second number:  sum over c of w[c] * f(column sum)
+    ------------------------------
     column sums
 
 Weights are odd and f is one to one. So a change within one word is always seen, any single flipped
 bit among them. Other changes are missed by chance, once in 2**64, or where they cancel each other
-in every row and in every column of a table, for which four words at the least must match.
+in every row and in every column, for which four words at the least must match.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from dynatrain_megatron.vps.boxes import scatter
 from dynatrain_megatron.vps.tensors import LogicalTensor
 
 _WORD_BYTES = 8
-_ROWS, _COLUMNS = 128, 1024
+_COLUMNS = 1024
 _ROW_BYTES = _COLUMNS * _WORD_BYTES
-_TABLE_BYTES = _ROWS * _ROW_BYTES
-_PART_BYTES = 1 << 18  # of rows that are gathered, at a time
-_SHORT_BYTES = 1 << 14  # up to here a CRC-32 takes less time than so many small calls
+_BLOCK_BYTES = 1 << 19  # of rows that are summed both ways while they are in the cache
+_PART_BYTES = 1 << 18  # of what is gathered, at a time
+_SHORT_BYTES = 1 << 18  # up to here a CRC-32 takes less time than so many small calls
 _SHOWN = 3
 _SCATTER = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
@@ -49,17 +49,20 @@ def checksum(message: torch.Tensor) -> torch.Tensor:
         lies = message.contiguous()
         data = (ctypes.c_char * lies.nbytes).from_address(lies.data_ptr())
         return torch.tensor([zlib.crc32(data), 0])
-    by_row, by_column = [], []
-    for tables in _tables(message):
-        rows = tables.sum(2)
-        by_row.append(torch.nn.functional.pad(rows, (0, _ROWS - rows.shape[1])))
-        by_column.append(tables.sum(1))
-    return torch.stack([_mixed(_mixed(torch.cat(sums))) for sums in (by_row, by_column)])
+    device = message.device
+    rows = torch.empty(-(-message.nbytes // _ROW_BYTES), dtype=torch.int64, device=device)
+    columns = torch.zeros(_COLUMNS, dtype=torch.int64, device=device)
+    first = 0
+    for block in _blocks(message):
+        torch.sum(block, 1, out=rows[first : first + len(block)])
+        columns += block.sum(0)
+        first += len(block)
+    return torch.stack([_mixed(rows), _mixed(columns)])
 
 
 def _mixed(sums: torch.Tensor) -> torch.Tensor:
-    """One number for each row of ``sums``, or for a vector: whichever number changes, it does."""
-    return (_scattered(sums) * _weights(sums.shape[-1], sums.device)).sum(-1)
+    """One number for a vector: whichever of its numbers changes, it does."""
+    return (_scattered(sums) * _weights(len(sums), sums.device)).sum()
 
 
 def _scattered(numbers: torch.Tensor) -> torch.Tensor:
@@ -153,42 +156,48 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _tables(message: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The message as words, [tables, 128, 1024]; at last [1, rows, 1024], which ends with zeros."""
+def _blocks(message: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The message as words, [rows, 1024], in order; the last row ends with zeros."""
     offset = message.storage_offset() * message.element_size()
     if not message.is_contiguous() or offset % _WORD_BYTES:
         yield from _gathered(message)
         return
     flat = as_bytes(message)
-    whole = len(flat) // _TABLE_BYTES * _TABLE_BYTES
+    whole = len(flat) // _ROW_BYTES * _ROW_BYTES
     # On a GPU a kernel should have more to do.
-    step = _TABLE_BYTES if message.device.type == "cpu" else max(whole, 1)
+    step = _BLOCK_BYTES if message.device.type == "cpu" else max(whole, 1)
     for first in range(0, whole, step):
-        yield flat[first : first + step].view(torch.int64).view(-1, _ROWS, _COLUMNS)
+        yield _as_words(flat[first : min(first + step, whole)])
     if whole < len(flat):
-        yield _last_table(flat[whole:])
+        yield _last_row(flat[whole:])
 
 
 def _gathered(message: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The same of a message that does not lie together, copied table by table."""
-    room = torch.empty(_TABLE_BYTES + _PART_BYTES, dtype=torch.uint8, device=message.device)
+    """The same of a message that does not lie together, copied block by block."""
+    room = torch.empty(_BLOCK_BYTES + _PART_BYTES, dtype=torch.uint8, device=message.device)
     used = 0
     for part in _parts(message, _PART_BYTES):
         room[used : used + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
         used += part.nbytes
-        if used >= _TABLE_BYTES:
-            yield room[:_TABLE_BYTES].view(torch.int64).view(1, _ROWS, _COLUMNS)
-            used -= _TABLE_BYTES
-            room[:used] = room[_TABLE_BYTES : _TABLE_BYTES + used]
-    if used:
-        yield _last_table(room[:used])
+        if used >= _BLOCK_BYTES:
+            yield _as_words(room[:_BLOCK_BYTES])
+            used -= _BLOCK_BYTES
+            room[:used] = room[_BLOCK_BYTES : _BLOCK_BYTES + used]
+    whole = used // _ROW_BYTES * _ROW_BYTES
+    if whole:
+        yield _as_words(room[:whole])
+    if whole < used:
+        yield _last_row(room[whole:used])
 
 
-def _last_table(data: torch.Tensor) -> torch.Tensor:
-    rows = -(-len(data) // _ROW_BYTES)
-    table = torch.zeros(rows * _ROW_BYTES, dtype=torch.uint8, device=data.device)
-    table[: len(data)] = data
-    return table.view(torch.int64).view(1, rows, _COLUMNS)
+def _as_words(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.int64).view(-1, _COLUMNS)
+
+
+def _last_row(data: torch.Tensor) -> torch.Tensor:
+    row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device=data.device)
+    row[: len(data)] = data
+    return _as_words(row)
 
 
 def _parts(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -204,8 +213,12 @@ def _parts(view: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from _parts(part, most)
 
 
-@functools.lru_cache(maxsize=64)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd 64-bit numbers, [count], the same everywhere."""
+    """Odd 64-bit numbers, [count], the first of always the same."""
+    return _first_weights(max(_COLUMNS, 1 << (count - 1).bit_length()), device)[:count]
+
+
+@functools.lru_cache(maxsize=32)
+def _first_weights(count: int, device: torch.device) -> torch.Tensor:
     numbers = scatter(np.arange(count)) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)

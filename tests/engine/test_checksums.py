@@ -43,9 +43,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits so low that small tensors go every way there is."""
     monkeypatch.setattr(sums, "_SHORT_BYTES", 64)
-    for name, value in (("_ROWS", 3), ("_COLUMNS", 16), ("_ROW_BYTES", 128)):
+    for name, value in (("_COLUMNS", 16), ("_ROW_BYTES", 128), ("_BLOCK_BYTES", 3 * 128)):
         monkeypatch.setattr(sums, name, value)
-    monkeypatch.setattr(sums, "_TABLE_BYTES", 3 * 128)
     monkeypatch.setattr(sums, "_PART_BYTES", 72)
 
 
