@@ -41,6 +41,7 @@ from dynatrain_megatron.layout import LAYOUT_KEYS, ParallelLayout, derive, read_
 from dynatrain_megatron.observe.report import as_json, read_run
 from dynatrain_megatron.planner import Topology, read_topology_file
 from dynatrain_megatron.plugin.leader import Leader
+from dynatrain_megatron.transition.posted import Board
 from tests.adapters.test_saved_state import example as saved_tensors
 from tests.adapters.test_saved_state import write as write_checkpoint
 from tests.layout.strategies import parallel_layouts
@@ -269,6 +270,11 @@ def directory_of(texts: dict[str, bytes]) -> Directory:
     return Directory(store)
 
 
+def board_of(texts: dict[str, bytes]) -> Board:
+    store: Any = SimpleNamespace(here=lambda: Values(texts))
+    return Board(store)
+
+
 @settings(max_examples=100)
 @given(st.binary(max_size=20) | values.map(lambda value: json.dumps(value).encode()))
 @example(DEEP.encode())
@@ -283,6 +289,11 @@ def test_whatever_strangers_write_into_the_store_ends_nothing(data: bytes) -> No
         with refused_in_one_line(WorldError):
             found = read()
             assert found is None or isinstance(found, dict | StoreOwner)
+    keys = ("latest", "1/spec", "1/begin", "1/stop")
+    board = board_of({f"switch/{key}": data for key in keys})
+    for look in (board.read, board.boundary, board.begins, lambda _: board.latest()):
+        with refused_in_one_line(WorldError):
+            assert look(1) is not None
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

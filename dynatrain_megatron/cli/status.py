@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the job said last."""
-    directory, _ = jobs.find(args)
-    status = directory.status() or {}
-    status["ended"] = directory.has_ended
+    job = jobs.find(args)
+    status = job.status() or {}
+    status["ended"] = job.has_ended
     if args.json:
         print(json.dumps(status))
         return 0

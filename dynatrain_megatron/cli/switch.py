@@ -4,9 +4,10 @@
     dynatrain switch --run-dir dynatrain-run --world 4 --wait
     dynatrain switch --run-dir dynatrain-run --target '{tp: 1, pp: 2}' --at-iteration 500
 
---run-dir is the job's own, run_dir of its --dynatrain; a file in it says where the job is to be
-found, and only its owner may read it. From another machine: --endpoint HOST:PORT of the job's
-store, with the name and the secret of that file in DYNATRAIN_JOB and DYNATRAIN_SECRET.
+--run-dir is the job's own, run_dir of its --dynatrain. On the host of rank 0 the job listens at a
+socket in it, elsewhere a file in it says where the job is to be found; both are for its owner only.
+Without that folder: --endpoint HOST:PORT of the job's store, with the name and the secret of the
+file job.json in DYNATRAIN_JOB and DYNATRAIN_SECRET.
 
 With --world and no --target the layout is the one closest to the job's that so many ranks allow;
 processes that wait to join (elastic.join) are taken in, those that are too many leave. The job
@@ -23,8 +24,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from dynatrain_megatron.cli import job as jobs
-from dynatrain_megatron.elastic.beats import Beats
-from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.errors import ConfigError, LayoutError, WorldError
 from dynatrain_megatron.layout import read_changes
 from dynatrain_megatron.observe.units import duration, size
@@ -58,35 +57,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask, and print what the job answers."""
     request = _request(args)
-    directory, secret = jobs.find(args)
-    if directory.has_ended:
+    job = jobs.find(args)
+    if job.has_ended:
         return _failed("the job has ended")
-    jobs.status_of(directory)
-    number = directory.ask(request, secret)
+    jobs.status_of(job)
+    number = job.ask(request)
     with _live(args) as show:
         try:
-            return _follow(args, directory, number, show)
+            return _follow(args, job, number, show)
         except WorldError as error:
             return _failed(f"the job's store is gone, and so most likely is the job: {error}")
 
 
-def _follow(args: argparse.Namespace, directory: Directory, number: int, show: "_Line") -> int:
+def _follow(args: argparse.Namespace, job: jobs.RunningJob, number: int, show: "_Line") -> int:
     """Print each new answer until one is the last, or there will be none."""
-    deadline, shown = time.monotonic() + args.timeout, None
-    beats, told = Beats(directory), ""
+    deadline, shown, told = time.monotonic() + args.timeout, None, ""
     while True:
-        answer = directory.answer_of(number)
+        answer = job.answer_of(number)
         if answer is not None and answer != shown:
             shown = answer
             with show.hidden():
                 _show(answer, args.json)
         if answer is not None and (answer["state"] in _ENDS or not args.wait):
             return int(answer["state"] not in _GOOD)
-        if directory.has_ended:
+        if job.has_ended:
             return _failed("the job has ended")
-        status = directory.status() or {}
+        status = job.status() or {}
         members = tuple(status.get("members", ()))
-        if members and len(beats.silent(members, _SILENT_S)) == len(members):
+        if job.seems_dead(members, _SILENT_S):
             return _failed(
                 f"none of the job's {len(members)} processes has given a sign of life for "
                 f"{_SILENT_S:g} s; it seems to be dead"

@@ -13,6 +13,8 @@ module       holds
 ``live``     a world that is built: putting it in force, ending it
 ``groups``   which groups outlive a world; ranks are renumbered, members stay
 ``store``    the store that processes meet at, and a server of it
+``control``  how somebody outside asks something of a job, through the store or by a file
+``endpoint`` the same through a socket
 ``records``  torch's records of groups, and the switch between them
 ``contract`` the internal names of torch that all this rests on, and their check
 ============ =======================================================================

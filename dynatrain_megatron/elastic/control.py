@@ -1,5 +1,5 @@
 """How somebody outside a job asks something of it: through its store, with the job's secret, or by
-a file in its run directory and a signal.
+a file in its run directory and a signal. (Through a socket there: :mod:`.endpoint`.)
 
 A running job leaves a file in its run directory that only its owner may read: where its store is,
 what it is called there, and a secret. Requests carry an HMAC of their text and number made with

@@ -174,11 +174,17 @@ class JobStore:
 
 @contextlib.contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn what a store raises inside into a :class:`WorldError` that begins with ``what``."""
+    """Turn what a store raises inside into a :class:`WorldError` that begins with ``what``, and
+    what reading raises where somebody else has written there."""
     import torch.distributed as dist
 
     try:
         yield
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        kind = type(error).__name__
+        raise WorldError(
+            f"{what}: the store does not hold what a job writes there ({kind}: {error})"
+        ) from error
     except dist.DistError as error:
         raise WorldError(f"{what}: {str(error).partition(chr(10))[0]}") from error
 

@@ -43,6 +43,7 @@ from dynatrain_megatron.errors import (
     SwitchRefused,
     TransitionError,
     WorldError,
+    shown,
 )
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.observe import progress
@@ -395,6 +396,24 @@ class Membership:
         """Whether it is known what becomes of a request; any thread."""
         answer = self.directory.answer_of(number)
         return answer is not None and answer["state"] != "waiting"
+
+    def reply(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What somebody is told who asks through the run directory's socket; any thread.
+
+        Raises :class:`ConfigError` where that is no question, :class:`WorldError` where the store
+        does not answer.
+        """
+        match asked:
+            case {"ask": dict() as request}:
+                return {"number": self.directory.ask(request, self._job.secret)}
+            case {"answer": int() as number}:
+                return {"answer": self.directory.answer_of(number)}
+            case {"status": None}:
+                return {"status": self.status()}
+        raise ConfigError(
+            'a question is {"status": null}, {"ask": {REQUEST}} or {"answer": NUMBER}, not '
+            f"{shown(asked)}"
+        )
 
     def read_request(self) -> None:
         """Ask what lies in the run directory, unless another process was first; any thread.

@@ -42,6 +42,7 @@ from dynatrain_megatron.config import (
 from dynatrain_megatron.elastic import connections, live
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.control import JobFile
+from dynatrain_megatron.elastic.endpoint import Endpoint
 from dynatrain_megatron.elastic.reach import be_reached
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreOwner, node_of_launch
 from dynatrain_megatron.elastic.world import process_uid
@@ -307,6 +308,8 @@ class Session:
         self._membership.start()
         control = self.config.control
         self._signals = Signals(elastic.leave_signal, control.signal, self._membership, job.args)
+        membership = self._membership
+        self._endpoint = Endpoint(self.log.run_dir, lambda: membership.leads, membership.reply)
         if control.metrics_file is not None or control.metrics_port is not None:
             name = control.metrics_file
             file = None if name is None else self.log.run_dir / name
@@ -325,6 +328,7 @@ class Session:
         if self._membership is None:
             return
         self._membership.stop()
+        self._endpoint.stop()
         self._signals.restore()
         if self._exporter is not None:
             self._exporter.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from dynatrain_megatron.cli import main
 from dynatrain_megatron.cli import switch as command
 from dynatrain_megatron.elastic.control import JobFile, opened
 from dynatrain_megatron.elastic.directory import Directory
+from dynatrain_megatron.elastic.endpoint import Endpoint, asked
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 
 SECRET = "s3cret"
@@ -204,3 +206,54 @@ def test_status_tells_of_a_switch_under_way(
         "runs: iteration 7, tp2, 2 ranks\nwaiting: c\n"
         "switch 3 to tp4 on 4 ranks is under way (schedule), in phase verify\n"
     )
+
+
+def test_a_job_is_asked_through_its_socket_and_through_its_store_when_that_is_gone(
+    job: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[dict[str, Any]] = []
+
+    def reply(message: dict[str, Any]) -> dict[str, Any]:
+        heard.append(message)
+        match message:
+            case {"ask": request}:
+                return {"number": job.directory.ask(request, SECRET)}
+            case {"answer": number}:
+                return {"answer": job.directory.answer_of(number)}
+        return {"status": STATUS}
+
+    end = Endpoint(tmp_path, lambda: True, reply)
+    deadline = time.monotonic() + 10
+    while asked(tmp_path, {"status": None}) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    show = job.shown.release
+
+    def leave() -> None:  # while the answer is shown
+        end.stop()
+        show()
+
+    job.shown.release = leave  # type: ignore[method-assign]
+    done = {"state": "done", "layout": "tp4", "iteration": 9}
+    request = job.answer_each({"state": "announced", "layout": "tp4", "world": 4}, done)
+    assert switch(tmp_path, "--world", "4", "--wait") == 0
+    assert capsys.readouterr().out == (
+        "announced: tp4 on 4 ranks\ndone at iteration 9: the job is in tp4\n"
+    )
+    assert request() == {"world": 4} and {"ask": {"world": 4}} in heard
+    assert not (tmp_path / "control.sock").exists()
+
+
+def test_the_socket_needs_neither_store_nor_torch(tmp_path: Path) -> None:
+    end = Endpoint(tmp_path, lambda: True, lambda _: {"status": STATUS})
+    script = (
+        "import sys; from dynatrain_megatron.cli import main\n"
+        f"code = main(['status', '--run-dir', {str(tmp_path)!r}])\n"
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    end.stop()
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout == "runs: iteration 7, tp2, 2 ranks\nwaiting: c\n"

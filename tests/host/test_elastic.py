@@ -20,6 +20,7 @@ import pytest
 from dynatrain_megatron.cli import main
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.directory import Directory, JobCard
+from dynatrain_megatron.elastic.endpoint import asked
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 from tests.host import around
 from tests.ranks import TINY_LLAMA, alive, run_megatron, run_ranks
@@ -41,6 +42,7 @@ class Driver:
         card = JobCard.read(server.address, timeout_s=TIMEOUT_S)
         self.directory = Directory(JobStore(server.address, card.name, timeout_s=TIMEOUT_S))
         self.run_dir = run_dir
+        self.by_socket = False
 
     def let_start(self, *numbers: int) -> None:
         for number in numbers:
@@ -49,7 +51,7 @@ class Driver:
     def pid(self, number: int) -> int:
         return int(self.client.get(f"test/pid/{number}"))
 
-    def wait_until(self, what: str, is_so: Callable[[], bool]) -> None:
+    def wait_until(self, what: str, is_so: Callable[[], object]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not is_so():
             assert time.monotonic() < deadline, what
@@ -59,7 +61,12 @@ class Driver:
         self.wait_until("arrivals", lambda: len(self.directory.arrivals(0)) >= count)
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        number = self.directory.ask(request, JobFile.read(self.run_dir).secret)
+        if self.by_socket:
+            reply = asked(self.run_dir, {"ask": request})
+            assert reply is not None, "rank 0 listens at the socket in the run directory"
+            number = reply["number"]
+        else:
+            number = self.directory.ask(request, JobFile.read(self.run_dir).secret)
         answers: list[dict[str, Any]] = []
 
         def is_answered() -> bool:
@@ -194,8 +201,10 @@ def test_two_four_three_others_two(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def drive(driver: Driver) -> None:
         driver.let_start(2, 3, 4)  # all at once: what follows takes few steps
         driver.wait_for_arrivals(3)
+        driver.by_socket = True
         grown = driver.ask(layout={"tp": 2, "world": 4})
         assert grown["state"] == "done", grown
+        driver.by_socket = False
         in_place = driver.ask(layout={"tp": 1, "pp": 2, "world": 4})
         assert in_place["state"] == "done", in_place
         figures = (tmp_path / "run" / "job.prom").read_text()
@@ -207,6 +216,9 @@ def test_two_four_three_others_two(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         driver.wait_until("rank 0 is gone", lambda: len(around.events(tmp_path / "run")) == 4)
         gone = f":{driver.pid(0)}:"
         driver.wait_until("it is told", lambda: not any(gone in uid for uid in driver.members()))
+        driver.wait_until(
+            "who has rank 0 now listens", lambda: asked(tmp_path / "run", {"status": None})
+        )
         # By a file and a signal, which reaches all; one of them takes it.
         (tmp_path / "run" / "request.json").write_text('{"layout": {"tp": 5}}')
         refused = answer_to_signal(driver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from dynatrain_megatron.errors import SwitchRefused
+from dynatrain_megatron.transition import Target
+from dynatrain_megatron.transition.posted import Posted
 from tests.host import around
 from tests.ranks import TINY_LLAMA, RankFailure, run_megatron
 
@@ -233,3 +237,35 @@ def test_of_several_passed_entries_the_last_counts_and_no_switch_to_where_one_is
     found = [(e["iteration"], e["source"], e["target"]) for e in around.events(tmp_path)]
     assert found == [(5, "dp2", "pp2"), (6, "pp2", "tp2")]
     assert "iteration 1: already in layout dp2" in run.logs[0]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_one_rank_alone_refuses_is_refused_by_all(rank: int, tmp_path: Path) -> None:
+    """What one process knows to be impossible, as no other does; the next step is made."""
+
+    def refuse_once() -> None:
+        from dynatrain_megatron.plugin.session import Session
+
+        check, refused = Session._check_posted, []
+
+        def checked(session: Session, posted: Posted) -> Target:
+            if os.environ["RANK"] == str(rank) and not refused:
+                refused.append(posted)
+                raise SwitchRefused("this process cannot", "let it be")
+            return check(session, posted)
+
+        Session._check_posted = checked  # type: ignore[method-assign]
+
+    steps = "{iteration: 2, layout: {tp: 1, pp: 2}}, {iteration: 4, layout: {tp: 1, pp: 2}}"
+    flags = [*FLAGS, "--train-iters", "6"]
+    run_megatron(2, flags, [f"schedule=[{steps}]"], tmp_path, inside=refuse_once)
+    told = around.events(tmp_path)
+    assert [(event["event"], event["iteration"]) for event in told] == [
+        ("refused", 2),
+        ("switch", 4),
+    ]
+    assert "this process cannot" in told[0]["reason"]
+    assert (told[1]["source"], told[1]["target"]) == ("tp2", "pp2")
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["layout"] for line in lines] == ["tp2"] * 4 + ["pp2"] * 2

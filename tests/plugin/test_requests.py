@@ -14,6 +14,7 @@ from dynatrain_megatron.config import Overlap
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 from dynatrain_megatron.elastic.world import process_uid
+from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.plugin.membership import Membership
 
@@ -105,3 +106,27 @@ def test_who_waits_to_join_asks_nothing(store: JobStore, tmp_path: Path) -> None
     waiting._job.processes = ()  # type: ignore[misc]
     waiting.read_request()
     assert (tmp_path / "request.json").exists()
+
+
+def test_what_is_asked_through_the_socket_is_a_request_like_any_other(
+    store: JobStore, tmp_path: Path
+) -> None:
+    leader = _rank_0(store, tmp_path)
+    assert leader.reply({"ask": {"world": 2}}) == {"number": 0}
+    leader._listen()
+    assert leader.requests == [(0, '{"world": 2}')]
+    assert leader.reply({"answer": 0}) == {"answer": None}
+    leader.answer(0, {"state": "refused", "reason": "no"})
+    assert leader.reply({"answer": 0}) == {"answer": {"state": "refused", "reason": "no"}}
+    status = leader.reply({"status": None})["status"]
+    assert (status["iteration"], status["layout"], status["world"]) == (4, "tp2", 1)
+
+
+@pytest.mark.parametrize(
+    "question", [{}, {"ask": 1}, {"answer": "0"}, {"status": 1}, {"end": None}, {"ask": None}]
+)
+def test_other_questions_are_refused(
+    store: JobStore, tmp_path: Path, question: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="a question is"):
+        _rank_0(store, tmp_path).reply(question)
