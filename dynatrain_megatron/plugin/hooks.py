@@ -134,13 +134,18 @@ def attach(config: DynaTrainConfig) -> Session:
     """
     detach()
     release = megatron_release()
-    if config.steps() and release not in SWITCHES:
-        raise HostMismatch(
-            f"layouts change from megatron-core 0.18 on, and this is {megatron_version()}; "
-            "take a newer one, or leave out schedule and target: the run is then only recorded"
-        )
+    cannot_switch = ""
+    if release not in SWITCHES:
+        here = megatron_version()
+        cannot_switch = f"layouts change from megatron-core 0.18 on, and this is {here}"
+        if config.steps():
+            raise HostMismatch(
+                f"{cannot_switch}; take a newer one, or leave out schedule and target: the run is "
+                "then only recorded"
+            )
     found = {hook: _find(hook) for hook in HOOKS if release in hook.releases}
     session = Session(config)
+    session.cannot_switch = cannot_switch
     for hook, original in found.items():
         handler = getattr(session, hook.handler)
         setattr(importlib.import_module(hook.module), hook.name, _wrap(original, handler))

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import inspect
 import json
+import os
 import secrets
 import sys
 import time
@@ -115,6 +116,7 @@ class Session:
         self._exporter: Exporter | None = None
         self.log = RunLog(config.run_dir)
         self.job: Job | None = None
+        self.cannot_switch = ""  # why no request can be met, where that follows from the release
         self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
         self._membership: Membership | None = None
         self._store_is_gone = False
@@ -236,8 +238,13 @@ class Session:
     def on_train(self, original: Original, call: Call) -> Any:
         """Run ``train``, and again after each switch, until it returns."""
         self._check_whole()
-        job = self._first_job(call)
-        if job is None:
+        try:
+            job = self._first_job(call)
+        except SwitchRefused as refusal:
+            if self._joining is not None or self.config.on_refusal is OnRefusal.fail:
+                raise
+            told = f"no switch can be made in this run, which trains on: {refusal}"
+            progress(int(os.environ.get("RANK", "0")), told)
             return original(*call.args, **call.kwargs)
         self.job = job
         current_platform().links()  # takes a while the first time: not when a switch waits for it
@@ -391,7 +398,7 @@ class Session:
         membership.withdraw_notice()
         self._enter(job)
 
-    def _first_job(self, call: Call) -> Job | None:
+    def _first_job(self, call: Call) -> Job:
         from megatron.training import get_args
 
         if self._setup is None or self._build_iterators is None or self._launch is None:
@@ -597,6 +604,8 @@ class Session:
     def _target(self, wanted: Any, world: int, rank: int) -> Target:
         job = self.job
         assert job is not None and self._launch is not None and self._launch_layout is not None
+        if self.cannot_switch:
+            raise SwitchRefused(self.cannot_switch)
         return check_request(
             wanted,
             launch=self._launch,

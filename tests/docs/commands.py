@@ -234,8 +234,8 @@ _CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     },
     "scripts/slurm_rank.sh": _check_rank,
     **dict.fromkeys(
-        ("cat", "cd", "git", "head", "kill", "kubectl", "ls", "nc", "pgrep", "pkill", "sbatch", "scancel",
-         "scontrol", "sinfo", "source", "squeue", "tail"),
+        ("cat", "cd", "git", "head", "kill", "kubectl", "ls", "nc", "pgrep", "pkill", "sbatch",
+         "scancel", "scontrol", "sinfo", "source", "squeue", "tail"),
         _check_paths,
     ),
 }  # fmt: skip

@@ -63,7 +63,7 @@ def _send(run_dir: Path, data: bytes) -> dict[str, Any]:
 def test_a_question_is_answered_and_a_refusal_is_an_error(start: Start, tmp_path: Path) -> None:
     start()
     assert asked(tmp_path, {"ask": {"world": 4}}) == {"heard": {"ask": {"world": 4}}}
-    with pytest.raises(ConfigError, match="^not that$"):
+    with pytest.raises(ConfigError, match=r"^not that$"):
         asked(tmp_path, {"refuse": None})
     assert _send(tmp_path, b'{"a": 1}') == {"heard": {"a": 1}}  # a line's end may be missing
 

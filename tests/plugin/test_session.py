@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynatrain_megatron.config import DynaTrainConfig
-from dynatrain_megatron.errors import WorldError
+from dynatrain_megatron.config import DynaTrainConfig, OnRefusal
+from dynatrain_megatron.errors import SwitchRefused, WorldError
 from dynatrain_megatron.plugin.session import Session
 
 
@@ -39,3 +39,31 @@ def test_without_its_store_a_job_trains_on(
     (event,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["iteration"]) == ("refused", 6)
     assert "the job's store is gone" in event["reason"]
+
+
+def test_a_run_that_was_not_begun_by_megatron_s_prologue_trains_without_switches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as one with --yaml-cfg, of which the plugin sees no flags."""
+
+    def train() -> str:
+        return "trained"
+
+    call: Any = SimpleNamespace(args=(), kwargs={}, arguments={})
+    steps = ({"iteration": 6, "layout": {"tp": 2}},)
+    session = Session(DynaTrainConfig(run_dir=str(tmp_path), schedule=steps))
+    assert session.on_train(train, call) == "trained"
+    told = capsys.readouterr().out
+    assert "no switch can be made in this run, which trains on: train() was called without" in told
+    strict = DynaTrainConfig(run_dir=str(tmp_path), schedule=steps, on_refusal=OnRefusal.fail)
+    with pytest.raises(SwitchRefused, match="without Megatron's own prologue"):
+        Session(strict).on_train(train, call)
+
+
+def test_a_release_that_cannot_switch_refuses_also_what_is_asked_for(tmp_path: Path) -> None:
+    session = Session(DynaTrainConfig(run_dir=str(tmp_path)))
+    session.job = SimpleNamespace(args=SimpleNamespace(rank=0, world_size=2))  # type: ignore[assignment]
+    session._launch = session._launch_layout = "given"  # type: ignore[assignment]
+    session.cannot_switch = "layouts change from megatron-core 0.18 on, and this is 0.17.1"
+    with pytest.raises(SwitchRefused, match=r"from megatron-core 0\.18 on"):
+        session._feasible("tp2", 2)
