@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynatrain_megatron.adapters import writers
@@ -48,6 +48,17 @@ def stay(job: Job, functions: dict[str, Any]) -> None:
             prepare()
         for chunk in job.model:
             chunk.start_param_sync(force_sync=True)
+        _hook(job.model)
+
+
+def _hook(model: Sequence[Any]) -> None:
+    """Put the hooks back that gather parameters.
+
+    ``train`` takes them off as it begins, and leaves them off after a first step that it skips.
+    """
+    for chunk in model:
+        if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
 
 
 def hand_over(
@@ -61,6 +72,7 @@ def hand_over(
     """
     left, new = job.built, target.skeleton
     old_iterators = job.iterators
+    _hook(new.model)
     job.model[:] = new.model
     become(job.optimizer, new.optimizer)
     become(job.scheduler, new.scheduler)

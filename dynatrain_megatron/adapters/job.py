@@ -110,7 +110,8 @@ class Job:
     layout in force, None on a process that has no part in the job (one that waits to join, or has
     left); ``dormant`` are layouts left before; ``rosters``, ``plans`` and ``bound_plans`` are those
     of switches made before. The job's processes meet in ``store``; ``num_changes`` counts their
-    switches, also those called off. Whoever knows its ``secret`` may ask for one. ``totals`` are
+    switches, also those called off; ``next_step`` is the number of the schedule's step that comes
+    next. Whoever knows its ``secret`` may ask for one. ``totals`` are
     Megatron's sums over the log interval. ``at_stake`` are the worlds that a switch under way uses
     or keeps aside, none of which the job needs where the switch is called off.
     """
@@ -136,6 +137,7 @@ class Job:
     secret: str = ""
     at_stake: tuple[LiveWorld[Any], ...] = ()
     num_changes: int = 0
+    next_step: int = 0
     bridge: Bridge | None = None
     rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(
         default_factory=lambda: Recent(_MAX_TRANSITIONS)

@@ -18,7 +18,7 @@ import torch
 from dynatrain_megatron.adapters.arguments import differences
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.samplers import LaunchData
-from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.adapters.state import HostState, hyperparameters, take_hyperparameters
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout
 
@@ -30,11 +30,8 @@ def position_of(job: Job) -> bytes:
 
     Raises :class:`SwitchRefused` where the run holds a value that cannot be told.
     """
-    scalers = [
-        opt.grad_scaler.state_dict()
-        for opt in HostState(job.model, job.optimizer, job.args).inner_optimizers()
-        if getattr(opt, "grad_scaler", None)
-    ]
+    optimizers = HostState(job.model, job.optimizer, job.args).inner_optimizers()
+    scalers = [o.grad_scaler.state_dict() for o in optimizers if getattr(o, "grad_scaler", None)]
     schedule = {} if job.scheduler is None else vars(job.scheduler)
     told = {
         "iteration": job.iteration,
@@ -43,8 +40,12 @@ def position_of(job: Job) -> bytes:
         "arguments": differences(job.args, job.baseline),
         "schedule": {name: value for name, value in schedule.items() if name != "optimizer"},
         "scaler": scalers[0] if scalers else None,
+        "hyperparameters": [
+            group for opt in optimizers for group in hyperparameters(opt.optimizer.param_groups)
+        ],
         "totals": job.totals,
         "secret": job.secret,
+        "next_step": job.next_step,
         "data": asdict(job.recipe.data),
     }
     try:
@@ -67,7 +68,9 @@ def take_over(job: Job, told: bytes) -> None:
     for opt in HostState(job.model, job.optimizer, job.args).inner_optimizers():
         if position["scaler"] is not None and getattr(opt, "grad_scaler", None):
             opt.grad_scaler.load_state_dict(position["scaler"])
+        take_hyperparameters(opt.optimizer.param_groups, position["hyperparameters"])
     job.totals, job.secret = position["totals"], position["secret"]
+    job.next_step = position["next_step"]
     job.recipe = replace(job.recipe, data=LaunchData(**position["data"]))
 
 

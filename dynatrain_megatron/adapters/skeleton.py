@@ -22,7 +22,7 @@ import torch
 from dynatrain_megatron.adapters import groups
 from dynatrain_megatron.adapters.job import Iterators, Job
 from dynatrain_megatron.adapters.samplers import replaying
-from dynatrain_megatron.adapters.state import HostState
+from dynatrain_megatron.adapters.state import HostState, hyperparameters, take_hyperparameters
 from dynatrain_megatron.engine.unwritten import Unwritten
 
 
@@ -271,12 +271,15 @@ def _without_loading(args: Namespace) -> Iterator[None]:
 
 
 def _carry_optimizer(job: Job, optimizer: Any) -> None:
-    """Loss scaler and its counters; every chained optimizer shares their values."""
+    """Loss scaler and its counters, which every chained optimizer shares; and what the groups of
+    parameters go by, which may be a checkpoint's and not the flags'."""
     old = HostState(job.model, job.optimizer, job.args).inner_optimizers()
     scalers = [o.grad_scaler for o in old if getattr(o, "grad_scaler", None)]
+    given = [group for o in old for group in hyperparameters(o.optimizer.param_groups)]
     for new in HostState(job.model, optimizer, job.args).inner_optimizers():
         if scalers and getattr(new, "grad_scaler", None):
             new.grad_scaler.load_state_dict(scalers[0].state_dict())
+        take_hyperparameters(new.optimizer.param_groups, given)
 
 
 def _carry_schedule(old: Any, new: Any) -> None:

@@ -68,6 +68,45 @@ class _Part:
     start: tuple[int, ...]  # where it begins in the logical tensor
 
 
+def hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each group of an optimizer's parameters goes by, but for what the schedule sets anew."""
+    own, plain = (
+        ("params", "lr", "weight_decay", "step"),
+        (int, float, str, tuple, list, type(None)),
+    )
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name not in own and isinstance(value, plain)
+        }
+        for group in groups
+    ]
+
+
+def take_hyperparameters(groups: Sequence[dict[str, Any]], given: list[dict[str, Any]]) -> None:
+    """Set those of ``groups`` as ``given`` for the group of the same kind.
+
+    Where none was given of its kind, this rank had no parameters of it: then as all others agree.
+    """
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    def kind(group: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(group.get(key) for key in param_group_identifier_keys)
+
+    known = {kind(each): each for each in given}
+    first = given[0] if given else {}
+    common = {
+        name: value
+        for name, value in first.items()
+        if name not in param_group_identifier_keys
+        and all(name in each and each[name] == value for each in given)
+    }
+    for group in groups:
+        found = known.get(kind(group), common)
+        group.update({name: value for name, value in found.items() if name in group})
+
+
 class HostState:
     """A model and its optimizer under the layout whose groups are installed.
 

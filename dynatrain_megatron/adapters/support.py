@@ -54,6 +54,10 @@ def _is(name: str, wrong: str) -> Callable[[Namespace], Any]:
     return lambda args: wrong if getattr(args, name, None) == wrong else None
 
 
+def _is_one_of(name: str, *wrong: str) -> Callable[[Namespace], Any]:
+    return lambda args: value if (value := getattr(args, name, None)) in wrong else None
+
+
 def _other_optimizer(args: Namespace) -> Any:
     return None if args.optimizer in ("adam", "sgd") else args.optimizer
 
@@ -98,6 +102,7 @@ _OTHER_STATE = "its state lies in places this version does not read"
 _GRAPHS = "graphs hold the old layout's memory"
 _SHARED_PARAMETER = "its checkpoint entries cut one parameter in a way this version does not read"
 _OLD_GROUPS = "its buffers hold the old layout's process groups"
+_DISTILLS = "its loss keeps ranks and groups of the launch, and the position in its files"
 _IN_LOOP = "Megatron sets it up when it enters its training loop, so once more after a switch"
 
 OPTIONS: tuple[Option, ...] = (
@@ -208,6 +213,19 @@ OPTIONS: tuple[Option, ...] = (
         "--use-persistent-ckpt-worker",
         "it starts on GPUs only, where no switch has run with it yet",
     ),
+    _refused(
+        "experts' HybridEP or NCCL EP buffers",
+        "--moe-flex-dispatcher-backend",
+        _OLD_GROUPS,
+        _is_one_of("moe_flex_dispatcher_backend", "hybridep", "ncclep"),
+    ),
+    _refused(
+        "activations offloaded one by one",
+        "--fine-grained-activation-offloading",
+        "what it learns in its first step is of the old layout's layers",
+    ),
+    _refused("distillation", "--logits-load-dir", _DISTILLS),
+    _refused("saved logits", "--logits-save-dir", _DISTILLS),
     _refused("indexer loss", "--dsa-indexer-loss-coeff", "its metrics hold the old groups"),
     # What keeps its state elsewhere.
     _refused("FSDP", "--use-megatron-fsdp", _OTHER_STATE),

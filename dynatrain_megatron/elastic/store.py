@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _EVERYWHERE = "0.0.0.0"
 _ATTEMPT_S = 8.0  # a greeting that is lost is not waited for longer than that
+_IDLE_S = 60.0  # a connection that carried nothing for longer is tried before it is relied on
 _BACKLOG = 2048  # connections that may wait at once: all ranks come together
 
 
@@ -158,12 +159,20 @@ class JobStore:
 
         Raises :class:`WorldError` where the store is out of reach.
         """
+        import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
         client: Store | None = getattr(self._here, "client", None)
+        now = time.monotonic()
+        if client is not None and now - self._here.used_at > _IDLE_S:
+            try:
+                client.check(["idle"])
+            except dist.DistError:  # the connection is gone, and the store perhaps is not
+                client = None
         if client is None:
             whole = self.address.connect(timeout_s=self._timeout_s)
             client = self._here.client = PrefixStore(f"dynatrain/{self.job}", whole)
+        self._here.used_at = now
         return client
 
     def new_world_ids(self, count: int) -> list[int]:

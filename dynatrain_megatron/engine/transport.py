@@ -194,7 +194,9 @@ def failures_of(doing: str) -> Iterator[None]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one dim of bytes, in place."""
+    """A contiguous tensor as one dim of bytes, in place; raises ValueError where it is another."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"strides {tensor.stride()} of shape {tuple(tensor.shape)} leave gaps")
     # A tensor of one element is contiguous whatever its strides are, and view() would keep them.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

@@ -30,6 +30,9 @@ from dynatrain_megatron.plugin.placing import Placed, Placing
 from dynatrain_megatron.policies import Policy, PolicyContext, ask_policy
 from dynatrain_megatron.transition.posted import Posted
 
+_FIRST_S, _MOST_S = 5.0, 600.0
+"""Seconds after which something that failed is announced again: twice the first, then doubled."""
+
 _REQUEST_KEYS = ("layout", "world", "at", "dry_run")
 
 
@@ -96,14 +99,15 @@ class Leader:
         self,
         job: Job,
         membership: Membership,
-        feasible: Callable[[Any, int], ParallelLayout],
+        feasible: Callable[..., ParallelLayout],
         *,
         lead_steps: int,
         policy: Policy | None,
         launch_layout: ParallelLayout,
         placing: Placing | None = None,
     ) -> None:
-        """``feasible`` gives the layout of a request on so many ranks, or raises SwitchRefused.
+        """``feasible`` gives the layout of a request on so many ranks, not before iteration ``at``
+        if that is given, or raises SwitchRefused.
 
         With ``placing`` processes take the ranks it finds for them, else those they have.
         """
@@ -117,12 +121,16 @@ class Leader:
         self._refusal = ""
         self._last: Capacity | None = None
         self._stuck: Capacity | None = None
+        self._num_failures = 0
+        self._not_before = 0.0
+        self._later: list[tuple[int, int, str]] = []
         self._job = job
         self._membership = membership
         self._feasible = feasible
         self._lead_steps = lead_steps
         self._told_waiting: set[str] = set()
         self._told_to_stay = ""
+        self._last_layout = job.layout
         self.posted = 0
         self.posted_step: int | None = None
 
@@ -164,26 +172,61 @@ class Leader:
         """
         if self.posted > self._job.num_changes:
             return
+        self._learn()
         capacity = self.capacity()
         self._tell_of(capacity)
-        if capacity.leaving and self._policy is None:
-            self._without_leavers(capacity, iteration)
-        elif steps and iteration >= steps[0][1].iteration - self._lead_steps:
+        may_leave = capacity.leaving and self._policy is None and not self._is_too_early
+        if may_leave and self._without_leavers(capacity, iteration):
+            return
+        if steps and iteration >= steps[0][1].iteration - self._lead_steps:
             index, step = steps[0]
             self.post_step(step, index)
-        elif self._membership.requests:
-            self._requested(*self._membership.requests.pop(0), capacity, iteration)
+        elif (asked := self._next_request(iteration)) is not None:
+            self._requested(*asked, capacity, iteration)
+
+    def _learn(self) -> None:
+        """What was announced by itself, by the policy or for those that leave, and has failed.
+
+        It is not asked for again at once, and each time later: training must not stand still again
+        and again for what fails again and again.
+        """
+        given_up, self._membership.given_up = self._membership.given_up, []
+        for posted in given_up:
+            if posted.origin == "policy":
+                self._refused.append(posted.layout)
+            if posted.origin in ("policy", "notice"):
+                self._num_failures += 1
+                wait_s = min(_MOST_S, _FIRST_S * 2**self._num_failures)
+                self._not_before = time.monotonic() + wait_s
+        if not given_up and self._job.layout != self._last_layout:
+            self._num_failures = 0
+        self._last_layout = self._job.layout
+
+    @property
+    def _is_too_early(self) -> bool:
+        return time.monotonic() < self._not_before
+
+    def _next_request(self, iteration: int) -> tuple[int, str] | None:
+        """The request that is to be looked at now: one whose time has come, or the next new one."""
+        for index, (at, number, text) in enumerate(self._later):
+            if iteration >= at - self._lead_steps:
+                del self._later[index]
+                return number, text
+        return self._membership.requests.pop(0) if self._membership.requests else None
 
     def post_step(self, step: ScheduleStep, step_index: int) -> None:
         """Announce a step of the schedule, also one that cannot be: all wait for it."""
         capacity, refused = self.capacity(), ""
         target = capacity.members
         try:
-            world = wanted_world(step.layout_changes)
-            if world is not None and world != len(capacity.members):
+            world = wanted_world(step.layout_changes) or len(capacity.members)
+            if world != len(capacity.members):
                 target = self._take(capacity, world)
+            layout = self._feasible(step.layout_changes, world, step.iteration)
+            if layout == self._job.layout and target == capacity.members:
+                refused = f"the job is in layout {layout} already"
         except (SwitchRefused, LayoutError) as error:
-            refused = str(error)
+            refused, target = str(error), capacity.members
         self._post(target, step.layout_changes, at=step.iteration, step=step_index, refused=refused)
 
     def ask_policy(
@@ -200,6 +243,8 @@ class Leader:
         capacity = self.capacity()
         if capacity != self._last:
             self._last, self._refused = capacity, []
+        if self._is_too_early:
+            return
         context = PolicyContext(
             iteration=iteration,
             previous_iteration=before,
@@ -237,9 +282,10 @@ class Leader:
         if layout != self._job.layout or target != capacity.members:
             self._post(target, answer, at=iteration, origin="policy")
 
-    def _without_leavers(self, capacity: Capacity, iteration: int) -> None:
+    def _without_leavers(self, capacity: Capacity, iteration: int) -> bool:
+        """Announce a layout without those that leave; False where there is none."""
         if capacity == self._stuck:
-            return
+            return False
         for world in range(len(capacity.available), 0, -1):
             for wanted in closest(self._job.layout, world):
                 try:
@@ -248,13 +294,14 @@ class Leader:
                 except SwitchRefused:
                     continue
                 self._post(target, wanted, at=iteration, origin="notice")
-                return
+                return True
         self._stuck = capacity
         progress(
             0,
             f"iteration {iteration}: {len(capacity.leaving)} processes are to leave, but no layout "
             f"of the {len(capacity.available)} others can be; they stay until others join",
         )
+        return False
 
     def _requested(self, number: int, text: str, capacity: Capacity, iteration: int) -> None:
         answer = self._membership.answer
@@ -267,7 +314,8 @@ class Leader:
             target = self._take(capacity, world or len(capacity.members))
             if "layout" not in request:
                 layout = self._same_degrees(len(target))
-            found = self._feasible(layout, len(target))
+            at = request.get("at", 0)
+            found = self._feasible(layout, len(target), at)
             if found == self._job.layout and target == capacity.members:
                 raise SwitchRefused(f"the job is in layout {found} already")
         except (SwitchRefused, LayoutError) as error:
@@ -276,8 +324,12 @@ class Leader:
         if request.get("dry_run"):
             answer(number, {"state": "possible", "layout": str(found), "world": len(target)})
             return
+        if iteration < at - self._lead_steps:  # all else goes on until then
+            answer(number, {"state": "waiting", "reason": f"it is not to be before iteration {at}"})
+            self._later.append((at, number, text))
+            return
         answer(number, {"state": "announced", "layout": str(found), "world": len(target)})
-        self._post(target, layout, at=request.get("at", 0), origin="request", request=number)
+        self._post(target, layout, at=at, origin="request", request=number)
 
     def _same_degrees(self, world: int) -> dict[str, Any]:
         """The first layout of so many ranks that can be, as close to the current one as can be."""

@@ -123,6 +123,7 @@ class Membership:
         self.notices: set[str] = set()
         self.requests: list[tuple[int, str]] = []
         self.silent_waiting: set[str] = set()
+        self.given_up: list[Posted] = []  # as rank 0, for whoever announces
         self._job = job
         self._store = store
         self._check = check
@@ -311,6 +312,8 @@ class Membership:
         """The same; what was built for it goes."""
         leads = self.leads
         self.conclude(pending)
+        if leads:
+            self.given_up.append(pending.posted)
         if pending.gate is not None:
             pending.gate.open()  # its thread must end
         if pending.building is not None:
@@ -334,9 +337,11 @@ class Membership:
 
         Raises :class:`TransitionError` where one of the job does not come back from it.
         """
-        attempt = Attempt(self._store, pending.posted.change, self.uid)
-        attempt.abort(pending.refused)
-        attempt.call_roll(timeout_s=self._timeout_s)
+        if isinstance(self.board.call_off(pending.number, pending.refused), int):
+            # Its boundary stands, and others may have begun: they learn of it when they decide.
+            attempt = Attempt(self._store, pending.posted.change, self.uid)
+            attempt.abort(pending.refused)
+            attempt.call_roll(timeout_s=self._timeout_s)
         self.give_up(pending)
 
     @contextmanager
@@ -388,14 +393,18 @@ class Membership:
     # -- requests from outside ---------------------------------------------------------------
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """Say what became of a request, in the store and in the run directory; any thread."""
-        self.directory.answer(number, answer)
+        """Say what became of a request, in the store and in the run directory; any thread.
+
+        Where the store is gone nobody is told through it, and the job goes on.
+        """
+        with contextlib.suppress(WorldError, RuntimeError):
+            self.directory.answer(number, answer)
         self._leave_answer({"number": number, **answer})
 
     def is_answered(self, number: int) -> bool:
         """Whether it is known what becomes of a request; any thread."""
         answer = self.directory.answer_of(number)
-        return answer is not None and answer["state"] != "waiting"
+        return answer is not None and answer.get("state") != "waiting"
 
     def reply(self, asked: dict[str, Any]) -> dict[str, Any]:
         """What somebody is told who asks through the run directory's socket; any thread.
@@ -461,6 +470,8 @@ class Membership:
                 )
                 self._wait_without_store()
                 return
+            except Exception:  # without this thread no switch could be made, or be called off
+                logger.exception("the plugin's thread goes on after an error")
 
     def _beat(self) -> None:
         """A sign of life, and where this process is; any thread."""

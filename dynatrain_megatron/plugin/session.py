@@ -383,10 +383,8 @@ class Session:
                 break
             number = membership.directory.arrive(membership.uid)
         self._num_entries = max(1, self._num_entries)  # the run's first step was another's
-        at = pending.posted.at
-        self._steps = [
-            (k, step) for k, step in self._steps if step.iteration > max(at, job.iteration)
-        ]
+        # As those do who were there before: all have to find the same step due at the same time.
+        self._steps = list(enumerate(self.config.steps()))[job.next_step :]
 
     def _leave(self, job: Job) -> None:
         """This process has no part in the job any more: it ends, or waits to be taken in again."""
@@ -530,35 +528,40 @@ class Session:
     def _step_due(self, job: Job, membership: Membership | None) -> Pending | None:
         """The schedule's step that is due, unless it cannot be, or another switch comes first."""
         index, step = self._steps[0]
-        assert self._launch_layout is not None
+        own: ParallelLayout | SwitchRefused | LayoutError
         try:
-            world = wanted_world(step.layout_changes)
-            if world in (None, job.args.world_size):
-                layout = self._feasible(step.layout_changes, job.args.world_size)
-                if layout == job.layout:
-                    self._steps.pop(0)
-                    progress(
-                        job.args.rank, f"iteration {job.iteration}: already in layout {layout}"
-                    )
-                    return None
-            if membership is None and self._store_is_gone:
-                raise SwitchRefused(
-                    "the job's store is gone, at which its processes would agree on it",
-                    "the job trains on in its layout; one that is started anew can switch",
-                )
+            world = wanted_world(step.layout_changes) or job.args.world_size
+            own = self._feasible(step.layout_changes, world)
+        except (SwitchRefused, LayoutError) as refusal:
+            own = refusal
+        try:
             if membership is None:
-                raise SwitchRefused(
-                    "this job's processes have no store to agree on a switch at",
-                    "start it by torchrun, or give elastic.store=HOST:PORT",
-                )
+                if isinstance(own, Exception):
+                    raise own
+                raise self._no_store()
             pending = self._announced(job, membership, index, step)
         except (SwitchRefused, LayoutError) as refusal:
             self._steps.pop(0)
-            self._refused(job, step.layout_changes, refusal)
+            if own == job.layout:
+                progress(job.args.rank, f"iteration {job.iteration}: already in layout {own}")
+            else:  # this process's own words where it has any
+                told = own if isinstance(own, Exception) else refusal
+                self._refused(job, step.layout_changes, told)
             return None
         if pending is not None and pending.posted.step == index:
             self._steps.pop(0)
         return pending
+
+    def _no_store(self) -> SwitchRefused:
+        if self._store_is_gone:
+            return SwitchRefused(
+                "the job's store is gone, at which its processes would agree on it",
+                "the job trains on in its layout; one that is started anew can switch",
+            )
+        return SwitchRefused(
+            "this job's processes have no store to agree on a switch at",
+            "start it by torchrun, or give elastic.store=HOST:PORT",
+        )
 
     def _announced(
         self, job: Job, membership: Membership, index: int, step: ScheduleStep
@@ -580,39 +583,46 @@ class Session:
                 continue
             membership.prepare(pending)
             if pending.refused:
-                if pending.posted.refused:  # as all know
-                    membership.give_up(pending)
-                else:
-                    membership.refuse(pending)
+                membership.refuse(pending)
                 raise SwitchRefused(pending.refused)
             if membership.leads:
                 membership.board.stop(number, job.iteration)
+            # All ask, so that a store that is gone keeps all of them from it.
+            if membership.decided(pending, job.iteration) is None:
+                raise SwitchRefused(pending.called_off)
             return pending
 
-    def _feasible(self, wanted: Any, world: int) -> ParallelLayout:
-        """The layout of a request; raises SwitchRefused."""
+    def _feasible(self, wanted: Any, world: int, at: int = 0) -> ParallelLayout:
+        """The layout of a request, not before iteration ``at``; raises SwitchRefused."""
         job = self.job
         assert job is not None
-        return self._target(wanted, world, job.args.rank if job.args.rank < world else 0).layout
+        rank = job.args.rank if job.args.rank < world else 0
+        return self._target(wanted, world, rank, at).layout
 
     def _check_posted(self, posted: Posted) -> Target:
         """What an announced switch makes of this process; raises SwitchRefused."""
         change, uid = posted.change, process_uid()
         rank = change.target.index(uid) if uid in change.target else 0
-        return self._target(posted.layout, len(change.target), rank)
+        return self._target(posted.layout, len(change.target), rank, posted.at)
 
-    def _target(self, wanted: Any, world: int, rank: int) -> Target:
+    def _target(self, wanted: Any, world: int, rank: int, at: int) -> Target:
         job = self.job
         assert job is not None and self._launch is not None and self._launch_layout is not None
         if self.cannot_switch:
             raise SwitchRefused(self.cannot_switch)
+        consumed: int | None = None
+        if job.built is not None:
+            consumed = job.args.consumed_train_samples
+            if at > job.iteration:
+                now, then = (consumed_after(job.args, n) for n in (job.iteration, at))
+                consumed += then - now
         return check_request(
             wanted,
             launch=self._launch,
             launch_layout=self._launch_layout,
             source=job.layout,
             args=job.args,
-            consumed_samples=job.args.consumed_train_samples,
+            consumed_samples=consumed,
             world=world,
             rank=rank,
         )
@@ -653,6 +663,7 @@ class Session:
         assert self._due is not None and self._membership is not None
         due, self._due = self._due, None
         pending = due.pending
+        job.next_step = self._steps[0][0] if self._steps else len(self.config.steps())
         job.args.iteration = job.iteration
         job.args.num_floating_point_operations_so_far = job.num_flops
         timers.stop_all()
@@ -687,6 +698,9 @@ class Session:
             return True
         if self.config.save_after_switch:
             begin = time.perf_counter()
+            saved = -1 if self._saved_iteration is None else self._saved_iteration
+            saved = int(timers.longest(saved))  # one that has joined does not know, and all save
+            self._saved_iteration = None if saved < 0 else saved
             self._save(job)
             report.seconds["save"] = time.perf_counter() - begin
         begin = time.perf_counter()

@@ -42,13 +42,15 @@ class Attempt:
     """This process's part in deciding on ``change``; ``uid`` is its own. Any thread.
 
     ``in_doubt`` says that this process has voted and does not know the outcome: others may have
-    committed, so it must neither commit nor go back.
+    committed, so it must neither commit nor go back. ``is_agreed`` says that it knows that all have
+    voted for it.
     """
 
     def __init__(self, store: JobStore, change: Change, uid: str) -> None:
         self.change = change
         self.uid = uid
         self.in_doubt = False
+        self.is_agreed = False
         self._store = store
 
     def vote(self, *, timeout_s: float) -> None:
@@ -64,7 +66,8 @@ class Attempt:
                 f"{error}; others may have committed the switch, so this process ends"
             ) from error
         self.in_doubt = False
-        if outcome != _COMMIT:
+        self.is_agreed = outcome == _COMMIT
+        if not self.is_agreed:
             raise SwitchAborted(outcome.removeprefix(_ABORT))
 
     def _outcome(self, timeout_s: float) -> str:

@@ -29,20 +29,23 @@ def check_request(
     launch_layout: ParallelLayout,
     source: ParallelLayout,
     args: Namespace,
-    consumed_samples: int,
+    consumed_samples: int | None,
     world: int | None = None,
     rank: int | None = None,
 ) -> Target:
     """Check a request against everything it needs; local, the same answer on every rank.
 
-    ``consumed_samples`` is how many the run will have trained on when the layout changes. ``world``
-    is the number of ranks it will have, ``rank`` this process's there, by default those it has.
+    ``consumed_samples`` is how many the run will have trained on when the layout changes; a process
+    that has no part in the run yet does not know (None), and leaves batches to the others.
+    ``world`` is the number of ranks it will have, ``rank`` this process's there, by default those
+    it has.
     Raises :class:`SwitchRefused` with the rule that stands against it and both values.
     """
     try:
         layout = derive(launch_layout, wanted, args.world_size if world is None else world)
         layout.check(model_shape(args, launch))
-        check_batches(args, source, layout, consumed_samples)
+        if consumed_samples is not None:
+            check_batches(args, source, layout, consumed_samples)
     except LayoutError as error:
         raise SwitchRefused(str(error), f"the job stays in layout {source}") from error
     check_supported(args, source, layout)

@@ -127,13 +127,17 @@ class Board:
 
     def stop(self, number: int, boundary: int, to: To = "stop") -> None:
         """Let the job stop (``begin``) there, unless the switch is called off already."""
-        self._store.here().compare_set(_key(number, to), "", str(boundary))
+        with store_errors("the boundary could not be agreed on"):
+            self._store.here().compare_set(_key(number, to), "", str(boundary))
 
-    def call_off(self, number: int, why: str) -> str:
-        """There will be no such switch, unless its boundary is decided; returns what stands."""
+    def call_off(self, number: int, why: str) -> int | str:
+        """There will be no such switch, unless its boundary is decided.
+
+        Returns what stands, as :meth:`boundary` does.
+        """
         with store_errors("the switch could not be called off"):
             stands = self._store.here().compare_set(_key(number, "stop"), "", f"{_ABORT}{why}")
-        return bytes(stands).decode()
+            return _read_stop(bytes(stands).decode())
 
     def boundary(self, number: int) -> int | str | None:
         """Where to stop; why there will be none, as text; or None while that is open."""
@@ -167,7 +171,7 @@ class Board:
         while (found := find(number)) is None:
             if time.monotonic() > deadline:
                 why = f"no boundary was agreed on within {timeout_s:g} s"
-                return _read_stop(self.call_off(number, why))
+                return self.call_off(number, why)
             time.sleep(0.005)
         return found
 

@@ -148,7 +148,11 @@ def switch(
     try:
         with phase("groups", "process groups made" if prepared.wanted else "process groups kept"):
             run.worlds = _worlds(prepared, building, job, options, attempt)
-        job.bridge = run.worlds.bridge
+        before, job.bridge = job.bridge, run.worlds.bridge
+        if before is not job.bridge:
+            job.bound_plans = BoundPlans()  # of what the transport before could carry
+            if before is not None:
+                before.end()  # of other processes; no switch under way uses it
         job.at_stake = run.at_stake()
         run.move()
         with phase("vote", "all ranks ready to commit"):
@@ -159,6 +163,8 @@ def switch(
     except Exception as error:
         if attempt.in_doubt:
             raise
+        if attempt.is_agreed:  # and nothing may be undone here
+            raise _failed_after_commit(attempt, error) from error
         reason = _give_up(run, attempt, f"{_missing(attempt)}{type(error).__name__}: {error}")
         _release(error)
         raise SwitchAborted(reason) from error
@@ -166,11 +172,15 @@ def switch(
     try:
         run.commit()
     except Exception as error:
-        raise CommitError(
-            f"the switch was committed, and failed afterwards in phase commit: {_missing(attempt)}"
-            f"{error}. The process must end; start the job again from the last checkpoint"
-        ) from error
+        raise _failed_after_commit(attempt, error) from error
     return report
+
+
+def _failed_after_commit(attempt: Attempt, error: Exception) -> CommitError:
+    return CommitError(
+        f"the switch was committed, and failed afterwards in phase commit: {_missing(attempt)}"
+        f"{error}. The process must end; start the job again from the last checkpoint"
+    )
 
 
 def _missing(attempt: Attempt) -> str:
@@ -540,10 +550,12 @@ class _Switch:
     def end_bridge(self) -> None:
         """Whoever waits in it for this process wakes up; local."""
         job, worlds = self.job, self.worlds
-        job.bridge = None
-        if worlds is not None and not self._is_bridge_gone:
-            self._is_bridge_gone = True
-            worlds.bridge.end()
+        last, job.bridge = job.bridge, None
+        if self._is_bridge_gone:
+            return
+        self._is_bridge_gone = True
+        for bridge in {id(b): b for b in (last, worlds and worlds.bridge) if b}.values():
+            bridge.end()
 
     def take_back(self) -> bool:
         """Bring back what was freed, if anything was; collective over all processes of the switch.
@@ -597,6 +609,7 @@ class _Switch:
         self.end_bridge()
         job.at_stake = ()
         job.bound_plans = BoundPlans()
+        job.rosters.clear()  # others may not have got as far
 
 
 class _Undone(Exception):

@@ -33,6 +33,9 @@ VALUES = {
     "--dsa-indexer-loss-coeff": "0.1",
     "--yaml-cfg": "job.yaml",  # in the test's directory
     "--optimizer": "muon",
+    "--moe-flex-dispatcher-backend": "hybridep",
+    "--logits-load-dir": "logits",
+    "--logits-save-dir": "logits",
     "--fp8-format": "hybrid",
     "--fp4-format": "e2m1",
     "--tensor-parallel-num-weight-shards": "4",
