@@ -137,6 +137,12 @@ CALLED: tuple[HostName, ...] = (
         "get_cuda_rng_tracker",
         "random streams of the target are set, and those of a refused one put back",
     ),
+    *_names(
+        Use.switch,
+        f"{_CORE}.optimizer.optimizer",
+        "param_group_identifier_keys",
+        "groups of parameters keep what they go by",
+    ),
     *_names(Use.switch, f"{_CORE}.utils", "get_model_config unwrap_model", _BUILD),
     *_names(Use.switch, f"{_CORE}.process_groups_config", "ProcessGroupCollection", _BUILD),
     *_names(Use.switch, f"{_CORE}.dist_checkpointing.dict_utils", "nested_values", _STATE),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,9 @@ from hypothesis import strategies as st
 from dynatrain_megatron.config import Overlap, ScheduleStep
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore, StoreOwner, StoreServer, node_of_launch
-from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.plugin.leader import Leader
 from dynatrain_megatron.plugin.membership import Membership
-from dynatrain_megatron.transition.posted import Posted
+from tests.plugin.announced import FOUR, Announced
 
-FOUR = ("a", "b", "c", "d")
 RANK_0 = StoreOwner(("a",), "the store that the launch's rank 0 holds")
 NODE_0 = StoreOwner(("a", "b"), "torchrun's store on the first node of the launch")
 
@@ -67,47 +63,6 @@ def test_every_process_can_read_it() -> None:
     assert other.owner() == StoreOwner()
     one.own(NODE_0)
     assert other.owner() == NODE_0
-
-
-class Announced:
-    """A leader of four processes without any store, and what it has said."""
-
-    def __init__(self, owner: StoreOwner, *, waiting: tuple[str, ...] = ()) -> None:
-        self.posted: list[Posted] = []
-        self.answers: list[dict[str, Any]] = []
-        self.membership = SimpleNamespace(
-            directory=SimpleNamespace(owner=lambda: owner),
-            answer=lambda number, answer: self.answers.append(answer),
-            is_answered=lambda number: False,
-            board=SimpleNamespace(post=self.posted.append),
-            notices=set(),
-            waiting=lambda: waiting,
-            requests=[],
-        )
-        layout = ParallelLayout.parse("dp4")
-        store = SimpleNamespace(new_world_ids=lambda count: list(range(count)))
-        job: Any = SimpleNamespace(
-            processes=FOUR, layout=layout, iteration=1, num_changes=0, store=store
-        )
-        self.leader = Leader(
-            job,
-            self.membership,  # type: ignore[arg-type]
-            lambda wanted, world: ParallelLayout(dp=world),
-            lead_steps=0,
-            policy=None,
-            launch_layout=layout,
-        )
-
-    def after_notices(self, *uids: str) -> tuple[str, ...] | None:
-        """The target that is announced once these were told to leave."""
-        self.membership.notices |= set(uids)
-        self.leader.announce(2, ())
-        return self.posted[-1].change.target if self.posted else None
-
-    def asked_for(self, world: int) -> dict[str, Any]:
-        self.membership.requests.append((0, json.dumps({"world": world})))
-        self.leader.announce(2, ())
-        return self.answers[-1]
 
 
 def test_the_owner_stays_whoever_tells_it_to_leave(capsys: pytest.CaptureFixture[str]) -> None:
