@@ -9,11 +9,13 @@ the run was elsewhere.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -244,17 +246,47 @@ def close_iterators(iterators: Iterators) -> None:
 
 def _container(job: Job) -> Any:
     """A fresh config container; Megatron sets fields of the one in use, so it is never reused."""
-    if job.container is None:
-        return None
+    return None if job.container is None else _like(job.container, job.args)
+
+
+def edits_of(container: Any, args: Namespace) -> str:
+    """What a script has set in its config container after making it from ``args``; or nothing.
+
+    The first field that differs, with both values: it would be lost where the container of another
+    layout is made.
+    """
+    return "" if container is None else _difference(container, _like(container, args), "")
+
+
+def _difference(given: Any, made: Any, where: str) -> str:
+    for each in dataclasses.fields(made):
+        here, there = (getattr(side, each.name, None) for side in (given, made))
+        if dataclasses.is_dataclass(there) and type(here) is type(there):
+            if found := _difference(here, there, f"{where}{each.name}."):
+                return found
+        elif _is_plain(here) and _is_plain(there) and here != there:
+            return f"{where}{each.name} is {here!r}, and {there!r} by the flags"
+    return ""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether two of it that are the same are equal; functions and partial ones need not be."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype)
+
+
+def _like(container: Any, args: Namespace) -> Any:
+    """A container of the same kind, made from ``args`` as Megatron's scripts make theirs."""
     from megatron.training import argument_utils as host
 
-    model = job.container.model
+    model = container.model
     if model is not None:  # from 0.19 on, Hybrid ones from 0.18; else a provider function builds it
         hybrid = "Hybrid" in type(model).__name__
         make = host.hybrid_config_from_args if hybrid else host.gpt_config_from_args
         takes_kind = "model_config_cls" in inspect.signature(make).parameters
-        model = make(job.args, **({"model_config_cls": type(model)} if takes_kind else {}))
-    return host.pretrain_cfg_container_from_args(job.args, model)
+        model = make(args, **({"model_config_cls": type(model)} if takes_kind else {}))
+    return host.pretrain_cfg_container_from_args(args, model)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,7 @@ def build[T](
     *,
     known: HeldGroups | None = None,
     timeout_s: float = 30.0,
+    agree_s: float | None = None,
     device: torch.device | None = None,
 ) -> LiveWorld[T]:
     """Collective over the world's processes: make it, on all of them or on none.
@@ -91,7 +92,8 @@ def build[T](
     Runs in any thread; the world in force stays in force for the others. ``make_groups`` is called
     with the new world in force for this thread, and gets a :class:`GroupMaker`. ``known`` are
     groups of other worlds to take over, as :mod:`.groups` says. ``device`` lets NCCL connect at
-    once. Each wait is bounded by ``timeout_s``.
+    once. Each wait is bounded by ``timeout_s``, but the last one, until all have made theirs, by
+    ``agree_s``: half as long again unless given.
 
     Raises :class:`WorldError` where a process fails or stays away, with the first reason given;
     nothing is left then but the id, which is spent.
@@ -113,7 +115,7 @@ def build[T](
             live.groups = make_groups(maker)
             maker.meet()
         # Others may have come later, and know better what they wait for.
-        verdict = ballot.built(1.5 * timeout_s)
+        verdict = ballot.built(1.5 * timeout_s if agree_s is None else agree_s)
     except BaseException as error:
         verdict, cause = ballot.failed(error), error
     if cause is not None or verdict != _BUILT:

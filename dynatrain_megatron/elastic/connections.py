@@ -31,6 +31,34 @@ def open_now(*, but_at: int) -> dict[int, Ends]:
     }
 
 
+class Appearing:
+    """Connections that appear while groups are made, ``but_at`` as above.
+
+    With breaks, in which training may open some of its own: those do not count.
+    """
+
+    def __init__(self, *, but_at: int) -> None:
+        self._but_at = but_at
+        self._found: dict[int, Ends] = {}
+        self._before = open_now(but_at=but_at)
+
+    def pause(self) -> None:
+        """A break begins."""
+        now = open_now(but_at=self._but_at)
+        self._found |= {inode: ends for inode, ends in now.items() if inode not in self._before}
+
+    def go_on(self) -> None:
+        """It is over."""
+        self._before = open_now(but_at=self._but_at)
+
+    def take(self) -> dict[int, Ends]:
+        """Those that have appeared until now and since the last call."""
+        self.pause()
+        self.go_on()
+        found, self._found = self._found, {}
+        return found
+
+
 class Connections:
     """Connections of this process that may be cut, ``inodes``."""
 
@@ -72,13 +100,16 @@ def _connections() -> Iterator[tuple[int, Ends, socket.socket]]:
         except OSError:  # closed by another thread meanwhile
             continue
         with connection:
+            inode = os.fstat(connection.fileno()).st_ino
+            if f"socket:[{inode}]" != target:  # another one, in the place of one that was closed
+                continue
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:
                 ends = _text(connection.getsockname()), _text(connection.getpeername())
             except OSError:  # one that listens
                 continue
-            yield int(target[8:-1]), ends, connection
+            yield inode, ends, connection
 
 
 def _text(address: tuple[str, int]) -> str:

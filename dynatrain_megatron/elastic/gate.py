@@ -1,11 +1,11 @@
 """A gate that lets a thread make groups only while the main thread stands still.
 
 Communicators that are made in the background beside training can deadlock on GPUs. So the thread
-that makes them waits before each one, and the main thread lets it make a few at every step boundary
+that makes them waits before each few, and the main thread lets it make some at every step boundary
 and waits meanwhile::
 
-    main     train | boundary: let 4 pass | train | boundary: let 4 pass | ...
-    thread         . 1  2  3  4           .       . 5  6  7  8
+    main     train | boundary: let it pass | train | boundary: let it pass | ...
+    thread         . 1  2  3  4            .       . 5  6  7  8
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 
 
 class Gate:
-    """Holds a thread up before each group that it makes; nobody where ``is_open``."""
+    """Holds a thread up before each few groups that it makes; nobody where ``is_open``."""
 
     def __init__(self, *, is_open: bool = False) -> None:
         self._condition = threading.Condition()
@@ -24,8 +24,13 @@ class Gate:
         self._is_done = False
         self._is_open = is_open
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody is held up."""
+        return self._is_open
+
     def __call__(self) -> None:
-        """The thread that makes groups, before each of them: wait until it may."""
+        """The thread that makes groups, before each few of them: wait until it may."""
         with self._condition:
             self._waiting = True
             self._condition.notify_all()
@@ -40,9 +45,9 @@ class Gate:
             self._condition.notify_all()
 
     def let_pass(self, count: int, thread: threading.Thread, *, timeout_s: float) -> bool:
-        """Let ``thread`` make so many; returns when it has, and whether it has made its last.
+        """Let ``thread`` pass so often; returns when it waits again, or has made its last group.
 
-        Or has ended. Those that it does not make within ``timeout_s`` it may make later.
+        Which of both is the result, true also where it has ended. Those that it does not make within ``timeout_s`` it may make later.
         """
         deadline = time.monotonic() + timeout_s
         with self._condition:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _GRACE_S = 3.0  # for a thread that is to find out by itself that the job is over
-_GROUPS_A_STEP = 4  # made at one boundary, where they are made at boundaries
 
 
 @dataclass
@@ -76,6 +75,7 @@ class Pending:
     prepared: Prepared | None = None
     building: Building[Worlds] | None = None
     gate: Gate | None = None
+    has_told_gate: bool = False
     begin_hold: int | None = None
     begin: int | None = None
     refused: str = ""
@@ -127,6 +127,8 @@ class Membership:
         self._job = job
         self._store = store
         self._check = check
+        if overlap is Overlap.boundary:  # the job makes its part of the groups in many steps
+            wire = replace(wire, agree_s=max(wire.agree_s, timeout_s))
         self._wire = wire
         self._run_dir = run_dir
         self._overlap = overlap
@@ -213,10 +215,7 @@ class Membership:
         """
         assert pending.building is not None
         if pending.begin is None:
-            if pending.begin_hold is None:
-                pending.begin_hold = iteration + 1
-                self.board.hold(pending.posted.change, iteration + 1, "begin")
-            if iteration < pending.begin_hold:
+            if pending.begin_hold is None or iteration < pending.begin_hold:
                 return True
             found = self.board.wait_for_begin(pending.number, timeout_s=self._timeout_s)
             if isinstance(found, str):
@@ -226,13 +225,13 @@ class Membership:
             pending.begin = found
             progress(
                 self._job.args.rank,
-                f"iteration {iteration}: from here on groups of the switch to come are made, "
-                f"{_GROUPS_A_STEP} at each boundary",
+                f"iteration {iteration}: from here on groups of the switch to come are made, a few "
+                "at each boundary",
             )
         if iteration >= pending.begin and not pending.building.is_done:
             current_platform().synchronize()
             thread, timeout_s = pending.building.thread, 3 * self._wire.connect_s
-            gate.let_pass(_GROUPS_A_STEP, thread, timeout_s=timeout_s)
+            gate.let_pass(1, thread, timeout_s=timeout_s)
         return True
 
     def decided(self, pending: Pending, iteration: int) -> Pending | None:
@@ -524,6 +523,8 @@ class Membership:
         found = self.board.boundary(number)
         if isinstance(found, str):
             pending.called_off = found
+        elif pending.gate is not None and pending.begin_hold is None:
+            self._promise_to_begin(pending)
         if pending.is_scheduled or found is not None:
             return
         if pending.prepared is not None and not pending.is_ready:
@@ -630,6 +631,17 @@ class Membership:
                 return
         pending.is_ready = True
         self.board.ready(pending.posted.change)
+
+    def _promise_to_begin(self, pending: Pending) -> None:
+        """Not before all have come so far: who waits where groups begin must not be waited for."""
+        change = pending.posted.change
+        if not pending.has_told_gate:
+            pending.has_told_gate = True
+            self.board.has_gate(change)
+        elif self.board.all_have_gates(change.number):
+            with self._lock:
+                pending.begin_hold = hold = self._iteration + 1
+            self.board.hold(change, hold, "begin")
 
     def _promise(self, pending: Pending) -> None:
         if self._job.built is None:

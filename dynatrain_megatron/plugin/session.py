@@ -30,7 +30,7 @@ from dynatrain_megatron.adapters.built import Built, BuiltCache, BuiltKey
 from dynatrain_megatron.adapters.handover import stay, sync_functions
 from dynatrain_megatron.adapters.job import Iterators, Job, Recipe
 from dynatrain_megatron.adapters.samplers import LaunchData
-from dynatrain_megatron.adapters.skeleton import Skeleton, build_nothing
+from dynatrain_megatron.adapters.skeleton import Skeleton, build_nothing, edits_of
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EnginePlacement,
@@ -214,7 +214,20 @@ class Session:
         if not self._pretrain:
             call.apply_defaults()
             self._pretrain = dict(call.arguments)
+            self._see_edits()
         return original(*call.args, **call.kwargs)
+
+    def _see_edits(self) -> None:
+        """A container that a script has changed cannot be made anew: then no switch can be."""
+        from megatron.training import get_args
+
+        if self._launch is None or self.cannot_switch:
+            return
+        if edits := edits_of(self._pretrain.get("cfg_container"), get_args()):
+            self.cannot_switch = (
+                f"the config container that pretrain was given is not that of the flags: {edits}; "
+                "let a flag say it"
+            )
 
     def on_setup(self, original: Original, call: Call) -> Any:
         if self._setup is None:

@@ -114,6 +114,17 @@ class Board:
         """Whether all are prepared."""
         return self._has(number, "armed")
 
+    def has_gate(self, change: Change) -> None:
+        """This process of the job can make groups a few at each boundary."""
+        client = self._store.here()
+        with store_errors("where to begin could not be agreed on"):
+            if client.add(_key(change.number, "gates"), 1) == len(change.source):
+                client.set(_key(change.number, "gated"), "")
+
+    def all_have_gates(self, number: int) -> bool:
+        """Whether all of the job can; before, nobody promises to wait for it."""
+        return self._has(number, "gated")
+
     def hold(self, change: Change, boundary: int, to: To = "stop") -> None:
         """Promise to stop, or to ``begin``, at ``boundary`` at the latest; the last one decides."""
         client = self._store.here()
@@ -178,7 +189,7 @@ class Board:
     def forget(self, change: Change) -> None:
         """Delete its keys; for one process, when nobody reads them any more."""
         client = self._store.here()
-        names = ["spec", "ready", "armed", "votes", "decision", "way-back"]
+        names = ["spec", "ready", "armed", "gates", "gated", "votes", "decision", "way-back"]
         for to in ("begin", "stop"):
             names += [to, f"{to}-holds"]
             names += [f"{to}-hold/{n + 1}" for n in range(len(change.source))]

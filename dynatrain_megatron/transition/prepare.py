@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import socket
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,10 +28,10 @@ from dynatrain_megatron.adapters.groups import Groups, WantedGroups
 from dynatrain_megatron.adapters.job import Bridge, Job
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.elastic import build as worlds
-from dynatrain_megatron.elastic import building, connections, records
+from dynatrain_megatron.elastic import building, records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
-from dynatrain_megatron.elastic.connections import Connections, Ends
+from dynatrain_megatron.elastic.connections import Appearing, Connections, Ends
 from dynatrain_megatron.elastic.gate import Gate
 from dynatrain_megatron.elastic.groups import all_held
 from dynatrain_megatron.elastic.live import LiveWorld
@@ -43,17 +44,21 @@ from dynatrain_megatron.platform import current as current_platform
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.transition.posted import ends_key
 
+_GROUPS_AT_ONCE = 4  # of a rank, made at one boundary where they are made at boundaries
 _RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one of so many
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How the bridge is built: ``timeout_s`` bounds a transfer's waits, ``connect_s`` building."""
+    """How worlds are built: ``timeout_s`` bounds a transfer's waits, ``connect_s`` those of
+    building, but for the last of these, until all processes have built theirs: ``agree_s``.
+    """
 
     transport: EngineTransport
     staging_bytes: int
     timeout_s: float
     connect_s: float = 30.0
+    agree_s: float = 45.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +147,38 @@ def prepare(job: Job, change: Change, target: Target) -> Prepared:
 def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = None) -> Worlds:
     """Make the bridge and the target's world where there is none; collective over all processes.
 
-    In any thread, which waits at ``gate`` before each group. Raises :class:`WorldError` or
+    In any thread, which waits at ``gate`` before each few groups. Raises :class:`WorldError` or
     :class:`SwitchRefused` on all of them where one fails; nothing is left then.
     """
     change, bridge, port = prepared.change, prepared.bridge, store.address.port
     gate = Gate(is_open=True) if gate is None else gate
     gate()
     is_new, world = bridge is None, None
-    before = connections.open_now(but_at=port)
+    appearing = Appearing(but_at=port)
+
+    def wait() -> None:
+        if not gate.is_open:
+            appearing.pause()
+            gate()
+            appearing.go_on()
+
     if bridge is None:
         bridge = make_bridge(change, store, wire, prepared.backend)
-    between = connections.open_now(but_at=port)
+    of_bridge = appearing.take()
     try:
         if prepared.wanted is not None:
-            gate()
             world = worlds.build(
                 change.world(prepared.backend, prepared.timeout_s),
                 store.address,
-                partial(_make_each, prepared.wanted, gate),
+                partial(_make_each, prepared.wanted, wait),
                 known=all_held(donor.held for donor in prepared.donors),
                 timeout_s=wire.connect_s,
+                agree_s=wire.agree_s,
             )
         gate.done()
         if prepared.needs_building:
-            after = connections.open_now(but_at=port)
-            made = (_without(between, before), _without(after, between))
-            found = _known_to_others(made, change, store, wire.connect_s)
+            made = (of_bridge, appearing.take())
+            found = _known_to_others(made, change, store, wire.agree_s)
             if is_new:
                 bridge.world.connections = found[0]
             if world is not None:
@@ -181,14 +192,19 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
     return Worlds(bridge, is_new, world)
 
 
-def _make_each(wanted: WantedGroups, gate: Gate, maker: GroupMaker) -> Groups:
+def _make_each(wanted: WantedGroups, wait: Callable[[], None], maker: GroupMaker) -> Groups:
+    """Make all groups; ``wait`` before each few, and before the same ones on all ranks."""
+    since: Counter[int] = Counter()
+
     def create(**call: Any) -> Group:
-        gate()
+        ranks = call["ranks"]
+        if not since or any(since[rank] == _GROUPS_AT_ONCE for rank in ranks):
+            wait()
+            since.clear()
+        since.update(ranks)
         return maker(**call)
 
-    made = wanted.make(create)
-    gate.done()
-    return made
+    return wanted.make(create)
 
 
 def start_building(
@@ -198,10 +214,6 @@ def start_building(
     return building.start(
         f"switch {prepared.change.number}", lambda: build(prepared, store, wire, gate)
     )
-
-
-def _without(now: dict[int, Ends], before: dict[int, Ends]) -> dict[int, Ends]:
-    return {inode: ends for inode, ends in now.items() if inode not in before}
 
 
 def _known_to_others(
@@ -215,7 +227,7 @@ def _known_to_others(
     client, keys = store.here(), [ends_key(change, uid) for uid in change.processes]
     with store_errors(f"not all processes of switch {change.number} told their connections"):
         client.set(ends_key(change, process_uid()), own)
-        client.wait(keys, timedelta(seconds=1.5 * timeout_s))
+        client.wait(keys, timedelta(seconds=timeout_s))
         ends = [end for key in keys for end in json.loads(client.get(key))]
     return [Connections.among(each, ends) for each in made]
 
@@ -230,6 +242,7 @@ def make_bridge(change: Change, store: JobStore, wire: Wire, backend: str) -> Br
         store.address,
         lambda maker: None,
         timeout_s=wire.connect_s,
+        agree_s=wire.agree_s,
     )
     group = live.record.default_pg
     try:

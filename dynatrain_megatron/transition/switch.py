@@ -106,7 +106,13 @@ _PATIENCE_S = 3.0  # most of what is being built has been by then, and can be en
 
 def wire_of(options: SwitchOptions) -> Wire:
     """How the bridge of a switch with these options is built."""
-    return Wire(options.transport, options.plan.staging_bytes, options.timeout_s, options.connect_s)
+    return Wire(
+        options.transport,
+        options.plan.staging_bytes,
+        options.timeout_s,
+        options.connect_s,
+        1.5 * options.connect_s,
+    )
 
 
 def switch(
