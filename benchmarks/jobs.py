@@ -307,7 +307,7 @@ class _Undo(Exception):
 def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Result:
     """``body`` with another layout's objects built beside the job's, which stays as it is.
 
-    The other layout's groups are in force inside. Gradients are set aside meanwhile. Collective.
+    The other layout's groups are in force inside, and torch knows both layouts'. Gradients are set aside meanwhile. Collective.
     """
     target = _target(job, layout)
     source = HostState(job.model, job.optimizer, job.args)
@@ -327,6 +327,8 @@ def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Res
         arguments.carry_over(new_args, job.args, job.baseline)
         arguments.replace_in_place(job.args, new_args)
         worlds.world.install()
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag"):
+            getattr(worlds.world.record, name).update(getattr(in_force, name))
         groups.install(worlds.world.groups)
         skeleton.set_microbatches(job.args)
         unwritten = Unwritten()

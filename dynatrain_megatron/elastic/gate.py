@@ -47,7 +47,8 @@ class Gate:
     def let_pass(self, count: int, thread: threading.Thread, *, timeout_s: float) -> bool:
         """Let ``thread`` pass so often; returns when it waits again, or has made its last group.
 
-        Which of both is the result, true also where it has ended. Those that it does not make within ``timeout_s`` it may make later.
+        Which of both is the result, true also where it has ended. Those that it does not make
+        within ``timeout_s`` it may make later.
         """
         deadline = time.monotonic() + timeout_s
         with self._condition:
