@@ -307,7 +307,8 @@ class _Undo(Exception):
 def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Result:
     """``body`` with another layout's objects built beside the job's, which stays as it is.
 
-    The other layout's groups are in force inside, and torch knows both layouts'. Gradients are set aside meanwhile. Collective.
+    The other layout's groups are in force inside, and torch knows both layouts'. Gradients are set
+    aside meanwhile. Collective.
     """
     target = _target(job, layout)
     source = HostState(job.model, job.optimizer, job.args)

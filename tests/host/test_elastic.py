@@ -354,12 +354,18 @@ def test_a_policy_follows_who_comes_and_who_goes(tmp_path: Path) -> None:
         driver.wait_until("one has left", lambda: len(driver.members()) == 2)
 
     policy = "policy=dynatrain_megatron.policies:follow_capacity"
-    overrides = [policy, "elastic.overlap=boundary"]
-    codes, _ = run_elastic(2, 1, FLAGS, overrides, tmp_path / "run", drive)
-    assert "4 at each boundary" in (tmp_path / "run" / "rank0.log").read_text()
+    # All save right after each switch, also who has just joined and knows of no save.
+    saves = ["save_before_switch=true", "save_after_switch=true"]
+    overrides = [policy, "elastic.overlap=boundary", *saves]
+    flags = [*FLAGS, "--save", str(tmp_path / "saved"), "--save-interval", "1000"]
+    codes, _ = run_elastic(2, 1, flags, overrides, tmp_path / "run", drive)
+    assert "a few at each boundary" in (tmp_path / "run" / "rank0.log").read_text()
     assert codes == [0] * 3
     events = around.events(tmp_path / "run")
     assert [(event["ok"], event["origin"], event["world"]) for event in events] == [
         (True, "policy", 3),
         (True, "policy", 2),
     ]
+    saved = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
+    at = [f"iter_{event['iteration'] + n:07d}" for event in events for n in (0, 1)]
+    assert set(saved) == set(at)  # in the old layout, and one step later in the new one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -49,6 +50,23 @@ def freeze_the_second_layer() -> None:
     GPTModel.__init__ = init
 
 
+def other_hyperparameters() -> None:
+    """Those of a checkpoint that was loaded, of which the flags know nothing; in a rank."""
+    from megatron.training import training
+
+    real, is_launch = training.setup_model_and_optimizer, [True]
+
+    @functools.wraps(real)
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = real(*args, **kwargs)
+        for group in optimizer.param_groups if is_launch else ():
+            group.update(betas=(0.5, 0.7), eps=1e-3)
+        is_launch.clear()
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = setup
+
+
 class Pair(NamedTuple):
     """Flags of a run on 2 ranks, and what is changed on each rank before."""
 
@@ -70,6 +88,7 @@ PAIRS = {
     "counted in samples, schedule overridden": Pair(
         [*DISTRIBUTED, "--override-opt_param-scheduler"], length=SAMPLES
     ),
+    "hyperparameters of a loaded checkpoint": Pair(DISTRIBUTED, other_hyperparameters),
     "one layer frozen": Pair(DISTRIBUTED, freeze_the_second_layer),
     "LayerNorm, biases, plain MLP, QK norm": Pair(
         [*DISTRIBUTED, "--normalization", "LayerNorm", "--qk-layernorm", "--add-qkv-bias"],
