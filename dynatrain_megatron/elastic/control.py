@@ -17,6 +17,7 @@ import hmac
 import json
 import os
 import stat
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def take_request(run_dir: Path) -> str | None:
 def leave_answer(run_dir: Path, answer: dict[str, Any]) -> None:
     """Put ``answer`` into ``run_dir``, over the one before; raises OSError."""
     path = run_dir / ANSWER_FILE
-    new = path.with_name(f".{ANSWER_FILE}.{os.getpid()}")
+    new = path.with_name(f".{ANSWER_FILE}.{os.getpid()}.{threading.get_ident()}")
     new.write_text(json.dumps(answer) + "\n")
     new.replace(path)
 
