@@ -76,10 +76,12 @@ def goals(content: dict[str, Any]) -> Iterator[tuple[str, float, float, str]]:
         if "seconds" in one["weights"] and not one["weights"]["wrong"]:
             seconds = {n: statistics.median(s) for n, s in one["weights"]["seconds"].items()}
             nbytes = one["weights"]["bytes"]
-            for name, ratio in (
-                ("megatron.core.resharding ÷ our weights", seconds["megatron"] / seconds["ours"]),
-                ("its bytes ÷ ours", nbytes["megatron"] / max(1, nbytes["ours"])),
-            ):
+            ratios = {
+                "megatron.core.resharding ÷ our weights": seconds["megatron"] / seconds["ours"]
+            }
+            if nbytes["ours"]:
+                ratios["its bytes ÷ ours"] = nbytes["megatron"] / nbytes["ours"]
+            for name, ratio in ratios.items():
                 found.setdefault((name, 1.0), []).append((ratio, " ".join(_name(one))))
     for one in content.get("restart", {"results": []})["results"]:
         for name, wanted in (("first", 30.0), ("repeated", 50.0)):
