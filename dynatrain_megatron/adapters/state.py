@@ -87,24 +87,30 @@ def hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def take_hyperparameters(groups: Sequence[dict[str, Any]], given: list[dict[str, Any]]) -> None:
     """Set those of ``groups`` as ``given`` for the group of the same kind.
 
-    Where none was given of its kind, this rank had no parameters of it: then as all others agree.
+    Kinds are Megatron's, as it tells groups of a checkpoint apart. Several of one kind, and all
+    others where none was given of it, say only what they agree on.
     """
     from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
     def kind(group: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(group.get(key) for key in param_group_identifier_keys)
 
-    known = {kind(each): each for each in given}
-    first = given[0] if given else {}
-    common = {
+    for group in groups:
+        same = [each for each in given if kind(each) == kind(group)]
+        found = _agreed(same or given)
+        if not same:
+            found = {k: v for k, v in found.items() if k not in param_group_identifier_keys}
+        group.update({name: value for name, value in found.items() if name in group})
+
+
+def _agreed(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all of them say alike."""
+    first, *others = groups or [{}]
+    return {
         name: value
         for name, value in first.items()
-        if name not in param_group_identifier_keys
-        and all(name in each and each[name] == value for each in given)
+        if all(name in each and each[name] == value for each in others)
     }
-    for group in groups:
-        found = known.get(kind(group), common)
-        group.update({name: value for name, value in found.items() if name in group})
 
 
 class HostState:

@@ -13,7 +13,7 @@ from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.endpoint import asked
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress
-from dynatrain_megatron.errors import ConfigError
+from dynatrain_megatron.errors import ConfigError, WorldError
 
 _CONNECT_S = 10.0
 _SAYS_WITHIN_S = 3.0
@@ -80,7 +80,12 @@ class RunningJob:
         if not self._has_socket:
             return None
         assert self._run_dir is not None
-        reply = asked(self._run_dir, message)
+        try:
+            reply = asked(self._run_dir, message)
+        except (ConfigError, WorldError):
+            if "ask" in message:  # it may have been heard
+                raise
+            reply = None
         self._has_socket = reply is not None  # who listened has gone, or its rank has
         return reply
 

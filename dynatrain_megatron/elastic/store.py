@@ -162,17 +162,23 @@ class JobStore:
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
-        client: Store | None = getattr(self._here, "client", None)
-        now = time.monotonic()
-        if client is not None and now - self._here.used_at > _IDLE_S:
+        here, now = self._here, time.monotonic()
+        client: Store | None = getattr(here, "client", None)
+        if client is not None and now - here.used_at > _IDLE_S:
             try:
                 client.check(["idle"])
             except dist.DistError:  # the connection is gone, and the store perhaps is not
-                client = None
+                client = here.client = None
+                here.was_lost = True
         if client is None:
-            whole = self.address.connect(timeout_s=self._timeout_s)
-            client = self._here.client = PrefixStore(f"dynatrain/{self.job}", whole)
-        self._here.used_at = now
+            was_lost = getattr(here, "was_lost", False)
+            limit_s = _ATTEMPT_S if was_lost else self._timeout_s
+            whole = self.address.connect(timeout_s=min(limit_s, self._timeout_s))
+            client = PrefixStore(f"dynatrain/{self.job}", whole)
+            if was_lost and not client.check(["status"]):
+                raise WorldError(f"the store at {self.address} is another one now")
+            here.client = client
+        here.used_at = now
         return client
 
     def new_world_ids(self, count: int) -> list[int]:

@@ -123,6 +123,8 @@ class Leader:
         self._stuck: Capacity | None = None
         self._num_failures = 0
         self._not_before = 0.0
+        self._failed_with: Capacity | None = None
+        self._made_way = 0
         self._later: list[tuple[int, int, str]] = []
         self._job = job
         self._membership = membership
@@ -174,6 +176,8 @@ class Leader:
             return
         self._learn()
         capacity = self.capacity()
+        if capacity != self._failed_with:  # others are there: what failed may be possible now
+            self._failed_with, self._num_failures, self._not_before = capacity, 0, 0.0
         self._tell_of(capacity)
         may_leave = capacity.leaving and self._policy is None and not self._is_too_early
         if may_leave and self._without_leavers(capacity, iteration):
@@ -192,6 +196,8 @@ class Leader:
         """
         given_up, self._membership.given_up = self._membership.given_up, []
         for posted in given_up:
+            if posted.change.number == self._made_way:
+                continue
             if posted.origin == "policy":
                 self._refused.append(posted.layout)
             if posted.origin in ("policy", "notice"):
@@ -201,6 +207,11 @@ class Leader:
         if not given_up and self._job.layout != self._last_layout:
             self._num_failures = 0
         self._last_layout = self._job.layout
+
+    def make_way(self, number: int) -> None:
+        """A step of the schedule is due: what is announced is called off, if it can be still."""
+        self._made_way = number
+        self._membership.board.call_off(number, "a step of the schedule comes first")
 
     @property
     def _is_too_early(self) -> bool:
@@ -235,9 +246,6 @@ class Leader:
         """Announce what the policy wants, if anything, where nothing else is announced."""
         if self._policy is None:
             return
-        now, before = time.monotonic(), self._asked
-        step_s = (now - self._asked_at) / max(1, iteration - before)
-        self._asked, self._asked_at = iteration, now
         if self.posted > self._job.num_changes:
             return
         capacity = self.capacity()
@@ -245,6 +253,9 @@ class Leader:
             self._last, self._refused = capacity, []
         if self._is_too_early:
             return
+        now, before = time.monotonic(), self._asked
+        step_s = (now - self._asked_at) / max(1, iteration - before)
+        self._asked, self._asked_at = iteration, now
         context = PolicyContext(
             iteration=iteration,
             previous_iteration=before,

@@ -58,6 +58,7 @@ from dynatrain_megatron.transition.prepare import (
     prepare,
     start_building,
 )
+from dynatrain_megatron.transition.switch import forget
 from dynatrain_megatron.whereabouts import READY, LastWord, Place
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,8 @@ class Membership:
         if pending is None:
             return None
         if pending.called_off:
-            self.give_up(pending)
+            if not pending.is_scheduled:  # a step of the schedule is given up where it is due
+                self.give_up(pending)
             return None
         self.prepare(pending)
         if pending.gate is not None and not self._build_some(pending, pending.gate, iteration):
@@ -220,7 +222,8 @@ class Membership:
             found = self.board.wait_for_begin(pending.number, timeout_s=self._timeout_s)
             if isinstance(found, str):
                 pending.called_off = found
-                self.give_up(pending)
+                if not pending.is_scheduled:
+                    self.give_up(pending)
                 return False
             pending.begin = found
             progress(
@@ -341,6 +344,7 @@ class Membership:
             attempt = Attempt(self._store, pending.posted.change, self.uid)
             attempt.abort(pending.refused)
             attempt.call_roll(timeout_s=self._timeout_s)
+            forget(self._job)
         self.give_up(pending)
 
     @contextmanager

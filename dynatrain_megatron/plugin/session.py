@@ -223,11 +223,12 @@ class Session:
 
         if self._launch is None or self.cannot_switch:
             return
-        if edits := edits_of(self._pretrain.get("cfg_container"), get_args()):
-            self.cannot_switch = (
-                f"the config container that pretrain was given is not that of the flags: {edits}; "
-                "let a flag say it"
-            )
+        given = "the config container that pretrain was given"
+        try:
+            if edits := edits_of(self._pretrain.get("cfg_container"), get_args()):
+                self.cannot_switch = f"{given} is not that of the flags: {edits}; let a flag say it"
+        except Exception as error:  # a script's own kind, which none of Megatron's functions makes
+            self.cannot_switch = f"{given} cannot be made from the flags: {error}"
 
     def on_setup(self, original: Original, call: Call) -> Any:
         if self._setup is None:
@@ -587,13 +588,16 @@ class Session:
                 if self._leader.posted < number:
                     self._leader.post_step(step, index)
                 elif self._leader.posted_step != index:
-                    membership.board.call_off(number, "a step of the schedule comes first")
+                    self._leader.make_way(number)
             pending = membership.announced(number)
             if pending.posted.step != index:
                 found = membership.decided(pending, job.iteration)
                 if found is not None or not pending.called_off:
                     return found
                 continue
+            if pending.called_off:  # others were here before
+                membership.give_up(pending)
+                raise SwitchRefused(pending.called_off)
             membership.prepare(pending)
             if pending.refused:
                 membership.refuse(pending)

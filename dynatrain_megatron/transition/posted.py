@@ -159,13 +159,12 @@ class Board:
             return _read_stop(bytes(client.get(key)).decode())
 
     def begins(self, number: int) -> int | str | None:
-        """As :meth:`boundary`, of where groups begin to be made."""
+        """As :meth:`boundary`, of where groups begin to be made: where the job stops if not before."""
         client, key = self._store.here(), _key(number, "begin")
         with store_errors("where to begin cannot be known"):
             if client.check([key]):
                 return int(client.get(key))
-        stop = self.boundary(number)
-        return stop if isinstance(stop, str) else None
+        return self.boundary(number)
 
     def wait_for_begin(self, number: int, *, timeout_s: float) -> int | str:
         """As :meth:`begins`, once it is decided; calls the switch off when time is up."""

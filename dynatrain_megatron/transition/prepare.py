@@ -170,7 +170,7 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
             world = worlds.build(
                 change.world(prepared.backend, prepared.timeout_s),
                 store.address,
-                partial(_make_each, prepared.wanted, wait),
+                partial(_make_each, prepared.wanted, gate, wait),
                 known=all_held(donor.held for donor in prepared.donors),
                 timeout_s=wire.connect_s,
                 agree_s=wire.agree_s,
@@ -192,7 +192,9 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
     return Worlds(bridge, is_new, world)
 
 
-def _make_each(wanted: WantedGroups, wait: Callable[[], None], maker: GroupMaker) -> Groups:
+def _make_each(
+    wanted: WantedGroups, gate: Gate, wait: Callable[[], None], maker: GroupMaker
+) -> Groups:
     """Make all groups; ``wait`` before each few, and before the same ones on all ranks."""
     since: Counter[int] = Counter()
 
@@ -204,7 +206,9 @@ def _make_each(wanted: WantedGroups, wait: Callable[[], None], maker: GroupMaker
         since.update(ranks)
         return maker(**call)
 
-    return wanted.make(create)
+    made = wanted.make(create)
+    gate.done()  # before the others are waited for, which training must not be
+    return made
 
 
 def start_building(

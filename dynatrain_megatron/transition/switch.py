@@ -182,6 +182,20 @@ def switch(
     return report
 
 
+def forget(job: Job) -> None:
+    """Let go of what the others let go of when a switch is called off; local.
+
+    All processes must have the same worlds, bridges and rosters from before, or none.
+    """
+    for built in job.dormant.drop(()):
+        built.end()
+    if job.bridge is not None:
+        job.bridge.end()
+        job.bridge = None
+    job.bound_plans = BoundPlans()
+    job.rosters.clear()
+
+
 def _failed_after_commit(attempt: Attempt, error: Exception) -> CommitError:
     return CommitError(
         f"the switch was committed, and failed afterwards in phase commit: {_missing(attempt)}"
@@ -604,8 +618,8 @@ class _Switch:
         self.restore_host()
         for step in reversed(self._undo):
             step()
-        # The layout taken out to be filled, and those still there: others may have got further.
-        ended = [*([] if self._dormant is None else [self._dormant]), *job.dormant.drop(())]
+        # The layout taken out to be filled; those still there follow: others may have got further.
+        ended = [] if self._dormant is None else [self._dormant]
         if ready is not None and not ready.woken:
             ended.append(ready.built)
         elif worlds is not None and worlds.world is not None:
@@ -614,8 +628,7 @@ class _Switch:
             built.end()
         self.end_bridge()
         job.at_stake = ()
-        job.bound_plans = BoundPlans()
-        job.rosters.clear()  # others may not have got as far
+        forget(job)
 
 
 class _Undone(Exception):

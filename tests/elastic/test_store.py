@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dynatrain_megatron.cli import main
+from dynatrain_megatron.elastic import connections, store
 from dynatrain_megatron.elastic.store import JobStore, StoreAddress, StoreServer
 from dynatrain_megatron.errors import ConfigError, WorldError
 from tests.ranks import _free_port
@@ -58,6 +61,33 @@ def test_jobs_of_one_store_share_nothing_but_the_ids_of_worlds() -> None:
     one.here().set("key", "1")
     assert not other.here().check(["key"])
     assert [*one.new_world_ids(2), *other.new_world_ids(1), *one.new_world_ids(1)] == [1, 2, 3, 4]
+
+
+def test_a_connection_that_broke_while_idle_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same store only: another one at its address knows nothing of the job."""
+    monkeypatch.setattr(store, "_IDLE_S", 0.0)
+    monkeypatch.setattr(store, "_ATTEMPT_S", 1.0)
+    server = StoreServer("127.0.0.1")
+    job = JobStore(server.address, "job", timeout_s=5)
+    job.here().set("status", "{}")
+
+    def cut() -> None:
+        port = f":{server.address.port}"
+        for _, ends, connection in connections._connections():
+            if any(end.endswith(port) for end in ends):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    cut()
+    assert job.here().get("status") == b"{}"
+    port = server.address.port
+    cut()
+    del server
+    gc.collect()
+    with pytest.raises(WorldError, match=f"no store answers at 127.0.0.1:{port} within"):
+        job.here()
+    server = StoreServer("127.0.0.1", port)
+    with pytest.raises(WorldError, match="is another one now"):
+        job.here()
 
 
 def test_no_store_is_said_in_one_line() -> None:

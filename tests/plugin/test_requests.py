@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from dynatrain_megatron.config import Overlap
+from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.directory import Directory
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.plugin.membership import Membership
+from dynatrain_megatron.plugin.membership import Membership, Pending
+from dynatrain_megatron.transition.posted import Posted
 
 
 @pytest.fixture
@@ -130,3 +132,16 @@ def test_other_questions_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="a question is"):
         _rank_0(store, tmp_path).reply(question)
+
+
+def test_a_step_that_was_called_off_is_given_up_where_it_is_due_and_not_before(
+    store: JobStore, tmp_path: Path
+) -> None:
+    """Else this process would look for the same step under the next number, and alone."""
+    leader = _rank_0(store, tmp_path)
+    uid = (leader.uid,)
+    for step in (0, None):
+        leader.pending = Pending(Posted(Change(1, uid, uid, 1, 2), "tp1", step=step))
+        leader.pending.called_off = "rank 1 cannot"
+        assert leader.at_boundary(10) is None
+        assert (leader.pending is None) == (step is None)
