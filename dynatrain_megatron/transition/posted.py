@@ -159,7 +159,7 @@ class Board:
             return _read_stop(bytes(client.get(key)).decode())
 
     def begins(self, number: int) -> int | str | None:
-        """As :meth:`boundary`, of where groups begin to be made: where the job stops if not before."""
+        """As :meth:`boundary`, of where groups begin to be made; where it stops, if not before."""
         client, key = self._store.here(), _key(number, "begin")
         with store_errors("where to begin cannot be known"):
             if client.check([key]):
