@@ -189,7 +189,10 @@ class Driver:
         self.directory = Directory(JobStore(store, card.name, timeout_s=TIMEOUT_S))
 
     def close(self) -> None:
-        """End what it started."""
+        """End what it started; the rest of the job stands still then, and is not heard of it."""
+        for number in range(self.setting.start + self.setting.others):
+            if self.spawned and self._client.check([f"bench/pid/{number}"]):
+                self.signal([number], signal.SIGSTOP)
         for process in self.spawned:
             process.kill()
             process.wait()
