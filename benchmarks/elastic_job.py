@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0
 ENTRY = Path(__file__)
 IN_STEPS = ("on_step_end", "on_training_log")
 """What the session does in every step."""

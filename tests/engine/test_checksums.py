@@ -77,6 +77,14 @@ def test_a_checksum_follows_the_bytes_wherever_they_lie(
     assert number(random_bytes(shape, dtype, 2)) != expected
 
 
+@given(st.integers(1, 3000), st.integers(0, 9))
+def test_host_and_device_mix_alike(count: int, seed: int) -> None:
+    """A message may lie in host memory at one end and in a device's at the other."""
+    numbers = random_bytes((count,), torch.int64, seed)
+    of_device = (sums._scattered(numbers) * sums._weights(count, numbers.device)).sum()
+    assert torch.equal(sums._mixed(numbers), of_device)
+
+
 @pytest.mark.usefixtures("small")
 def test_every_single_bit_is_seen() -> None:
     for nbytes in (1, 8, 64, 65, 100):
