@@ -406,7 +406,7 @@ def main() -> int:
             for result in PARTS[part](size, Path(folder)):
                 results.append(rounded(result))
                 print(line_of(part, result), flush=True)
-        file.write_text(json.dumps(content, indent=1) + "\n")
+                file.write_text(json.dumps(content, indent=1) + "\n")
         stem.with_suffix(".md").write_text(table(content))
     with contextlib.suppress(ImportError):
         draw(content, stem.with_suffix(".png"))
