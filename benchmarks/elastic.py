@@ -111,7 +111,7 @@ class Size:
     rounds: int
 
 
-FULL = Size(GROWTHS, Shape(4, 128), Shape(8, 512), 40, 50, 10, 4)
+FULL = Size(GROWTHS, Shape(4, 128), Shape(8, 512), 40, 50, 4, 4)
 QUICK = Size(QUICK_GROWTHS, Shape(4, 64), Shape(4, 256), 15, 8, 4, 2)
 ENDLESS = 20_000
 

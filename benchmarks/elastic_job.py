@@ -259,7 +259,7 @@ class Driver:
         self.wait_until(f"an answer to {request}", is_answered)
         if answer["state"] != "done":
             raise RuntimeError(f"{request} was answered {answer}")
-        self.wait_for_steps(2)
+        self.wait_for_steps(4)  # what an ordinary one takes is known then
         return self.events()[before]
 
 
