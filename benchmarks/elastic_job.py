@@ -141,11 +141,8 @@ def run(setting: Setting, drive: Callable[[Driver], Any]) -> Any:
 
     Where the job runs out of iterations ``drive`` has to see that itself.
     """
-    from ranks import run_ranks
+    from ranks import run_ranks, store_apart
 
-    from dynatrain_megatron.elastic.store import StoreServer
-
-    server = StoreServer("127.0.0.1")
     last = setting.start + setting.others
 
     def process(number: int) -> Any:
@@ -153,9 +150,9 @@ def run(setting: Setting, drive: Callable[[Driver], Any]) -> Any:
         mine = setting.cores if number >= setting.start else _rest(setting.cores)
         os.sched_setaffinity(0, mine or os.sched_getaffinity(0))
         if number == last:
-            with contextlib.closing(Driver(server.address, setting)) as driver:
+            with contextlib.closing(Driver(store, setting)) as driver:
                 return drive(driver)
-        client = server.address.connect(timeout_s=2 * TIMEOUT_S)
+        client = store.connect(timeout_s=2 * TIMEOUT_S)
         client.set(f"bench/pid/{number}", str(os.getpid()))
         joins = number >= setting.start
         if joins:
@@ -163,9 +160,10 @@ def run(setting: Setting, drive: Callable[[Driver], Any]) -> Any:
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
         else:
             os.environ["WORLD_SIZE"] = str(setting.start)
-        return train(setting.argv(server.address, joins=joins), Notes(setting.directory))
+        return train(setting.argv(store, joins=joins), Notes(setting.directory))
 
-    (result,) = run_ranks(last + 1, process, timeout_s=6 * TIMEOUT_S, wait_for=[last])
+    with store_apart() as store:
+        (result,) = run_ranks(last + 1, process, timeout_s=6 * TIMEOUT_S, wait_for=[last])
     return result
 
 

@@ -39,7 +39,7 @@ from fault_job import (
     lasting,
 )
 from machine import RESULTS, environment
-from ranks import import_hosts
+from ranks import import_hosts, store_apart
 
 DOCS = Path(__file__).parents[1] / "docs" / "verification.md"
 _NUMBER = struct.Struct("=i")
@@ -108,15 +108,14 @@ def run(chosen: Sequence[Case], num_jobs: int) -> list[dict[str, Any]]:
     works += [[case] for case in chosen if case.promised is Outcome.ends]
     import_hosts()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))  # no context: forked ranks would leave it
-    store, stop_store = _store()
-    todo, feed = os.pipe()
-    workers = [_worker(works, (todo, feed), store, folder, n) for n in range(num_jobs)]
-    os.close(todo)
-    for number in range(len(works)):
-        os.write(feed, _NUMBER.pack(number))
-    os.close(feed)
-    failed = [pid for pid in workers if os.waitpid(pid, 0)[1]]
-    os.close(stop_store)
+    with store_apart() as store:
+        todo, feed = os.pipe()
+        workers = [_worker(works, (todo, feed), str(store), folder, n) for n in range(num_jobs)]
+        os.close(todo)
+        for number in range(len(works)):
+            os.write(feed, _NUMBER.pack(number))
+        os.close(feed)
+        failed = [pid for pid in workers if os.waitpid(pid, 0)[1]]
     files = sorted(folder.glob("seen-*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     shutil.rmtree(folder)
@@ -181,27 +180,6 @@ def _row(case: Case, seen: Seen) -> dict[str, Any]:
         "ended": None if seen.ended is None else round(seen.ended, 2),
         "problems": problems,
     }
-
-
-def _store() -> tuple[str, int]:
-    """A store in a process of its own, as torchrun's is, and what closes it when closed."""
-    from dynatrain_megatron.elastic.store import StoreServer
-
-    read, write = os.pipe()
-    stopped, stop = os.pipe()
-    if os.fork() == 0:
-        die_with_parent()
-        os.close(stop)
-        server = StoreServer("127.0.0.1")
-        os.write(write, str(server.address).encode())
-        os.close(write)
-        os.read(stopped, 1)
-        os._exit(0)
-    os.close(write)
-    os.close(stopped)
-    address = os.read(read, 100).decode()
-    os.close(read)
-    return address, stop
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dynatrain_megatron import platform
+from dynatrain_megatron.elastic.store import StoreAddress, StoreServer
 
 # A small Llama-shaped model: 4 layers, 4 heads, 2 query groups, padded vocabulary 1024, mock data.
 # Layout flags and --bf16 are for the test to add; the CPU platform adds what a CPU needs.
@@ -146,6 +147,31 @@ def run_megatron(
 
     run_ranks(world, train, timeout_s=timeout_s, log_dir=run_dir)
     return MegatronRun([_log(run_dir, rank).read_text() for rank in range(world)], run_dir)
+
+
+@contextlib.contextmanager
+def store_apart() -> Iterator[StoreAddress]:
+    """A store in a process of its own, for ranks that are forked inside.
+
+    Whoever forks while a store's threads run in it may fork a lock that one of them holds.
+    """
+    told, tell = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            server = StoreServer("127.0.0.1")
+            os.write(tell, str(server.address).encode())
+            os.close(tell)
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(tell)
+    try:
+        with os.fdopen(told) as reader:
+            yield StoreAddress.parse(reader.read())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def alive(pid: int) -> bool:

@@ -21,19 +21,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dynatrain_megatron.elastic import build, live
 from dynatrain_megatron.elastic.maker import GroupMaker
-from dynatrain_megatron.elastic.store import StoreAddress, StoreServer
+from dynatrain_megatron.elastic.store import StoreAddress
 from dynatrain_megatron.elastic.world import World, process_uid
 from dynatrain_megatron.errors import WorldError
 from tests.elastic.job import Exchange, Process, footprint, make_subgroups, train
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, store_apart
 
 
 @pytest.fixture
 def store() -> Iterator[StoreAddress]:
-    """A store in the parent, so that it outlives any of the processes."""
-    server = StoreServer("127.0.0.1")
-    yield server.address
-    del server
+    """A store that outlives any of the processes."""
+    with store_apart() as address:
+        yield address
 
 
 def world_keys(client: Any) -> list[str]:

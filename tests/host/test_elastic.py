@@ -21,9 +21,9 @@ from dynatrain_megatron.cli import main
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.directory import Directory, JobCard
 from dynatrain_megatron.elastic.endpoint import asked
-from dynatrain_megatron.elastic.store import JobStore, StoreServer
+from dynatrain_megatron.elastic.store import JobStore, StoreAddress
 from tests.host import around
-from tests.ranks import TINY_LLAMA, alive, run_megatron, run_ranks
+from tests.ranks import TINY_LLAMA, alive, run_megatron, run_ranks, store_apart
 
 FLAGS = [
     *TINY_LLAMA,
@@ -37,10 +37,10 @@ HAS_WANDB = importlib.util.find_spec("wandb") is not None
 class Driver:
     """Outside the job: starts processes, asks for switches, and sees what comes of it."""
 
-    def __init__(self, server: StoreServer, run_dir: Path) -> None:
-        self.client = server.address.connect(timeout_s=TIMEOUT_S)
-        card = JobCard.read(server.address, timeout_s=TIMEOUT_S)
-        self.directory = Directory(JobStore(server.address, card.name, timeout_s=TIMEOUT_S))
+    def __init__(self, store: StoreAddress, run_dir: Path) -> None:
+        self.client = store.connect(timeout_s=TIMEOUT_S)
+        card = JobCard.read(store, timeout_s=TIMEOUT_S)
+        self.directory = Directory(JobStore(store, card.name, timeout_s=TIMEOUT_S))
         self.run_dir = run_dir
         self.by_socket = False
 
@@ -105,11 +105,10 @@ def run_elastic(
     ``drive`` runs beside it, in a process of its own; the job trains until it has returned its
     result. ``extra`` are flags that some processes have more, ``overrides_of`` their overrides.
     """
-    server = StoreServer("127.0.0.1")
 
     def process(number: int) -> Any:
         if number == start + others:
-            driver = Driver(server, run_dir)
+            driver = Driver(store, run_dir)
             try:
                 return drive(driver)
             finally:
@@ -129,22 +128,23 @@ def run_elastic(
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def train(number: int) -> int:
-        client = server.address.connect(timeout_s=2 * TIMEOUT_S)
+        client = store.connect(timeout_s=2 * TIMEOUT_S)
         client.set(f"test/pid/{number}", str(os.getpid()))
         argv = [*flags, *(extra or {}).get(number, ()), "--dynatrain", f"run_dir={run_dir}"]
         argv += [*overrides, *(overrides_of or {}).get(number, ())]
         if number < start:
             os.environ["WORLD_SIZE"] = str(start)
-            argv.append(f"elastic.store={server.address}")
+            argv.append(f"elastic.store={store}")
         else:
             client.wait([f"test/go/{number}"])
             os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_PORT="1")
-            argv.append(f"elastic.join={server.address}")
+            argv.append(f"elastic.join={store}")
         return ends_with(argv, lambda: bool(client.check(["test/end"])))
 
-    *codes, result = run_ranks(
-        start + others + 1, process, timeout_s=2 * TIMEOUT_S, log_dir=run_dir
-    )  # fmt: skip
+    with store_apart() as store:
+        *codes, result = run_ranks(
+            start + others + 1, process, timeout_s=2 * TIMEOUT_S, log_dir=run_dir
+        )
     return codes, result
 
 
