@@ -138,7 +138,7 @@ def page(content: Mapping[str, Any]) -> str:
             *(f"| {name} | {value} |" for name, value in _figures(found)),
             "",
             "| fault | wanted | happened | called off, source whole | parts of the source gone, "
-            "each stage whole | else |",
+            "taken back | else |",
             "|---|---|---|---|---|---|",
             *_fault_rows(found),
             "",
