@@ -79,11 +79,16 @@ def run_starts(*columns: IntArray) -> BoolArray:
 def overlapping_intervals(
     low_a: IntArray, high_a: IntArray, low_b: IntArray, high_b: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """All pairs (i, j) where interval i of a and j of b overlap; both sides sorted by ``low``."""
+    """All pairs (i, j) where interval i of a and j of b overlap; both sides sorted by ``low``.
+
+    Empty intervals, as damaged plans have them, may overlap or not; they never raise.
+    """
     first = np.searchsorted(low_a, low_b, side="left")
-    inside_b, of_b = ranges(first, np.searchsorted(low_a, high_b, side="left") - first)
+    last = np.searchsorted(low_a, high_b, side="left")
+    inside_b, of_b = ranges(first, np.maximum(last - first, 0))
     first = np.searchsorted(low_b, low_a, side="right")
-    inside_a, of_a = ranges(first, np.searchsorted(low_b, high_a, side="left") - first)
+    last = np.searchsorted(low_b, high_a, side="left")
+    inside_a, of_a = ranges(first, np.maximum(last - first, 0))
     return np.concatenate((inside_b, of_a)), np.concatenate((of_b, inside_a))
 
 
