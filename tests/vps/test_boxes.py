@@ -113,3 +113,10 @@ def test_ranges_and_runs() -> None:
     first = run_starts(np.array([1, 1, 2, 2]), np.array([0, 0, 0, 1]))
     assert first.tolist() == [True, False, True, True]
     assert run_starts(np.array([], dtype=np.int64)).tolist() == []
+
+
+def test_empty_intervals_do_no_harm() -> None:
+    """A damaged plan has some; those that are not empty are paired as without them."""
+    low, high = np.array([0, 1, 1, 3]), np.array([1, 1, 4, 3])
+    pairs = set(zip(*map(list, overlapping_intervals(low, high, low, high)), strict=True))
+    assert {(i, j) for i, j in pairs if {i, j} <= {0, 2}} == {(0, 0), (2, 2)}
