@@ -414,4 +414,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for what tests have, too
     sys.exit(main())

@@ -141,7 +141,9 @@ def run(setting: Setting, drive: Callable[[Driver], Any]) -> Any:
 
     Where the job runs out of iterations ``drive`` has to see that itself.
     """
-    from ranks import run_ranks, store_apart
+    from ranks import run_ranks
+
+    from tests.ranks import store_apart
 
     last = setting.start + setting.others
 

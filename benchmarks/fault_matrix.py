@@ -39,7 +39,7 @@ from fault_job import (
     lasting,
 )
 from machine import RESULTS, environment
-from ranks import import_hosts, store_apart
+from ranks import import_hosts
 
 DOCS = Path(__file__).parents[1] / "docs" / "verification.md"
 _NUMBER = struct.Struct("=i")
@@ -108,6 +108,8 @@ def run(chosen: Sequence[Case], num_jobs: int) -> list[dict[str, Any]]:
     works += [[case] for case in chosen if case.promised is Outcome.ends]
     import_hosts()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))  # no context: forked ranks would leave it
+    from tests.ranks import store_apart
+
     with store_apart() as store:
         todo, feed = os.pipe()
         workers = [_worker(works, (todo, feed), str(store), folder, n) for n in range(num_jobs)]
@@ -183,6 +185,7 @@ def _row(case: Case, seen: Seen) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for what tests have, too
     try:
         code = main()
     except RankEnded as end:

@@ -6,7 +6,6 @@ milliseconds. What ranks print goes to files; the end of one is shown where a ra
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -20,12 +19,11 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dynatrain_megatron import platform
-from dynatrain_megatron.elastic.store import StoreAddress, StoreServer
 
 _PRELOADED = ("dynatrain_megatron.plugin.gpt_steps", "megatron.training", "torch._dynamo")
 _TAIL_LINES = 25
@@ -61,34 +59,6 @@ def run_ranks[Result](
             for process in ranks:
                 process.kill()
                 process.join()
-
-
-@contextlib.contextmanager
-def store_apart() -> Iterator[StoreAddress]:
-    """A store in a process of its own, as torchrun's is, for ranks that are forked inside.
-
-    Whoever forks while a store's threads run in it may fork a lock that one of them holds.
-    """
-    told, tell = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            server = StoreServer("127.0.0.1")
-            os.write(tell, str(server.address).encode())
-            os.close(tell)
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(tell)
-    owner = os.getpid()
-    try:
-        with os.fdopen(told) as reader:
-            address = StoreAddress.parse(reader.read())
-        yield address
-    finally:
-        if os.getpid() == owner:  # and not a rank that leaves the block on its way to its end
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def _free_port() -> int:

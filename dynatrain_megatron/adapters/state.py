@@ -70,16 +70,10 @@ class _Part:
 
 def hyperparameters(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What each group of an optimizer's parameters goes by, but for what the schedule sets anew."""
-    own, plain = (
-        ("params", "lr", "weight_decay", "step"),
-        (int, float, str, tuple, list, type(None)),
-    )
+    own = ("params", "lr", "weight_decay", "step")
+    plain = (int, float, str, tuple, list, type(None))
     return [
-        {
-            name: value
-            for name, value in group.items()
-            if name not in own and isinstance(value, plain)
-        }
+        {k: value for k, value in group.items() if k not in own and isinstance(value, plain)}
         for group in groups
     ]
 

@@ -40,21 +40,23 @@ class Appearing:
     def __init__(self, *, but_at: int) -> None:
         self._but_at = but_at
         self._found: dict[int, Ends] = {}
-        self._before = open_now(but_at=but_at)
+        self._before: dict[int, Ends] | None = open_now(but_at=but_at)
 
     def pause(self) -> None:
-        """A break begins."""
-        now = open_now(but_at=self._but_at)
-        self._found |= {inode: ends for inode, ends in now.items() if inode not in self._before}
+        """A break begins, if none has."""
+        if self._before is None:
+            return
+        now, before = open_now(but_at=self._but_at), self._before
+        self._found |= {inode: ends for inode, ends in now.items() if inode not in before}
+        self._before = None
 
     def go_on(self) -> None:
         """It is over."""
         self._before = open_now(but_at=self._but_at)
 
     def take(self) -> dict[int, Ends]:
-        """Those that have appeared until now and since the last call."""
+        """Those that have appeared until now and since the last call; a break begins."""
         self.pause()
-        self.go_on()
         found, self._found = self._found, {}
         return found
 

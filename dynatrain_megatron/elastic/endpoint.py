@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET = "control.sock"
 _TICK_S = 0.2
-_CLIENT_S = 5.0  # for all that one client sends and is sent
+_CLIENT_S = 5.0  # of each wait for a client
 _AGAIN_S = 5.0  # after the socket could not be made
 _BACKLOG = 16
 
@@ -78,16 +78,22 @@ class Endpoint:
                     connection.sendall(_line(self._answer(connection)))
             except TimeoutError:  # nobody has come, or one who says nothing
                 continue
-            except OSError:
-                logger.debug("a client of %s was lost", self._run_dir / SOCKET, exc_info=True)
+            except OSError:  # a client was lost, or there are no more files to be had
+                logger.debug("nobody was answered at %s", self._run_dir / SOCKET, exc_info=True)
+                self._stopping.wait(_TICK_S)
         self._close()
 
     def _answer(self, connection: socket.socket) -> dict[str, Any]:
         try:
+            message = _read(connection)  # all of it, or who is refused might not hear why
             _check_peer(connection)
-            return self._reply(_read(connection))
-        except (DynaTrainError, RuntimeError) as error:  # torch's store raises the latter
+            return self._reply(message)
+        except OSError:
+            raise
+        except DynaTrainError as error:
             return {"error": str(error)}
+        except Exception as error:  # torch's store raises RuntimeError; the next one is answered
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def _open(self) -> None:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

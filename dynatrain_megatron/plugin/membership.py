@@ -146,6 +146,7 @@ class Membership:
         self._num_beats = 0
         self._told = self._watched_place = whereabouts.here()
         self._stuck = self._looked = 0.0
+        self._last_error = ""
         self._published = 0.0
         self._thread = threading.Thread(target=self._watch, name="dynatrain", daemon=True)
 
@@ -473,8 +474,10 @@ class Membership:
                 )
                 self._wait_without_store()
                 return
-            except Exception:  # without this thread no switch could be made, or be called off
-                logger.exception("the plugin's thread goes on after an error")
+            except Exception as error:  # without this thread no switch could be made or called off
+                if (told := repr(error)) != self._last_error:
+                    self._last_error = told
+                    logger.exception("the plugin's thread goes on after an error")
 
     def _beat(self) -> None:
         """A sign of life, and where this process is; any thread."""

@@ -116,7 +116,7 @@ class Session:
         self._exporter: Exporter | None = None
         self.log = RunLog(config.run_dir)
         self.job: Job | None = None
-        self.cannot_switch = ""  # why no request can be met, where that follows from the release
+        self.cannot_switch = ""  # why no switch can be in this run, whatever is asked for
         self._steps: list[tuple[int, ScheduleStep]] = list(enumerate(config.steps()))
         self._membership: Membership | None = None
         self._store_is_gone = False

@@ -162,20 +162,26 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
             gate()
             appearing.go_on()
 
+    def done() -> None:  # before the others are waited for, which training must not be
+        if not gate.is_open:
+            appearing.pause()
+        gate.done()
+
     if bridge is None:
         bridge = make_bridge(change, store, wire, prepared.backend)
     of_bridge = appearing.take()
+    appearing.go_on()
     try:
         if prepared.wanted is not None:
             world = worlds.build(
                 change.world(prepared.backend, prepared.timeout_s),
                 store.address,
-                partial(_make_each, prepared.wanted, gate, wait),
+                partial(_make_each, prepared.wanted, wait, done),
                 known=all_held(donor.held for donor in prepared.donors),
                 timeout_s=wire.connect_s,
                 agree_s=wire.agree_s,
             )
-        gate.done()
+        done()
         if prepared.needs_building:
             made = (of_bridge, appearing.take())
             found = _known_to_others(made, change, store, wire.agree_s)
@@ -193,9 +199,9 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
 
 
 def _make_each(
-    wanted: WantedGroups, gate: Gate, wait: Callable[[], None], maker: GroupMaker
+    wanted: WantedGroups, wait: Callable[[], None], done: Callable[[], None], maker: GroupMaker
 ) -> Groups:
-    """Make all groups; ``wait`` before each few, and before the same ones on all ranks."""
+    """Make all groups; ``wait`` before each few, the same on all ranks, and say when ``done``."""
     since: Counter[int] = Counter()
 
     def create(**call: Any) -> Group:
@@ -207,7 +213,7 @@ def _make_each(
         return maker(**call)
 
     made = wanted.make(create)
-    gate.done()  # before the others are waited for, which training must not be
+    done()
     return made
 
 
