@@ -10,11 +10,12 @@ Parts, each of which can be run by itself; results of parts that are left out st
               while it stands still (the job is stopped, ``elastic.overlap=off``: the cold cost),
               once while it trains (``elastic.overlap=thread``)::
 
-                  hidden = 1 - (stall due to worlds + lost step time) / cold cost
+                  hidden = 1 - stall due to worlds / cold cost
 
-              Lost is the sum over all steps since the processes were started of what they took
-              beyond the median of the steps before. By itself a sum over as many steps as nothing
-              is built in gives ``noise``.
+              Beside it the step time lost meanwhile: the sum over all steps since the processes
+              were started of what they took beyond the median of the steps before. ``noise`` is
+              the largest such sum, of either sign, over as many steps on end before, when nothing
+              is built: what is lost is told from nothing only beyond it.
 ``periodic``  a job that shrinks and grows every so many steps, its processes parked meanwhile,
               beside the same job that never does: losses, and the stall of every switch
 ``kinds``     the stall of growing, shrinking and migrating beside switches in place
@@ -39,10 +40,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from elastic_job import Driver, Setting, events_of, losses_of, run, stages_of, steps_of
 from elastic_report import draw, line_of, table
 from machine import RESULTS, environment
@@ -105,13 +108,13 @@ class Size:
     growths: Sequence[Growth]
     small: Shape
     large: Shape
-    steps_before: int
+    steps_before: int  # the processes that join are started
     period: int
     periods: int
     rounds: int
 
 
-FULL = Size(GROWTHS, Shape(4, 128), Shape(8, 512), 40, 50, 4, 4)
+FULL = Size(GROWTHS, Shape(4, 128), Shape(8, 512), 120, 50, 4, 4)
 QUICK = Size(QUICK_GROWTHS, Shape(4, 64), Shape(4, 256), 15, 8, 4, 2)
 ENDLESS = 20_000
 
@@ -161,14 +164,14 @@ def run_worlds(size: Size, folder: Path) -> Iterator[Result]:
                 growth.start,
                 cores=other_cores(),
             )
-            begin = cold if overlap == "off" else overlapped
-            found[overlap] = run(setting, lambda d, b=begin, g=growth: b(d, g, size))
+            begin = cold if overlap == "off" else partial(overlapped, before=size.steps_before)
+            found[overlap] = run(setting, lambda d, b=begin, g=growth: b(d, g))
         yield of_growth(growth, found["off"], found["thread"])
 
 
-def cold(driver: Driver, growth: Growth, size: Size) -> Result:
+def cold(driver: Driver, growth: Growth) -> Result:
     """Processes join while the job stands still."""
-    driver.wait_for_steps(size.steps_before)
+    driver.wait_for_steps(5)
     job = range(growth.start)
     driver.signal(job, signal.SIGSTOP)
     try:
@@ -178,17 +181,17 @@ def cold(driver: Driver, growth: Growth, size: Size) -> Result:
     return {"start": start, "switch": grown(driver, growth)}
 
 
-def overlapped(driver: Driver, growth: Growth, size: Size) -> Result:
-    """Processes join while the job trains."""
-    driver.wait_for_steps(size.steps_before)
+def overlapped(driver: Driver, growth: Growth, before: int) -> Result:
+    """Processes join while the job trains, after so many steps."""
+    driver.wait_for_steps(before)
     begun = time.time()
     start = started(driver, growth)
     event = grown(driver, growth)
     steps = steps_of(driver.setting.directory)
-    before = gaps([step for step in steps if step["at"] < begun][1:])  # the first one is longer
+    quiet = gaps([step for step in steps if step["at"] < begun][1:])  # the first one is longer
     since = [step for step in steps if step["at"] >= begun]
     since = [step for step in since if step["iteration"] <= event["iteration"]]
-    ordinary = statistics.median(before)
+    ordinary = statistics.median(quiet)
     extra = [seconds - ordinary for seconds in gaps(since)]
     return {
         "start": start,
@@ -196,8 +199,14 @@ def overlapped(driver: Driver, growth: Growth, size: Size) -> Result:
         "step_s": ordinary,
         "steps": len(extra),
         "lost_s": sum(extra),
-        "noise_s": statistics.mean(before) * len(extra) - ordinary * len(extra),
+        "noise_s": noise_s([seconds - ordinary for seconds in quiet], len(extra)),
     }
+
+
+def noise_s(extra: Sequence[float], count: int) -> float:
+    """The largest sum, of either sign, of so many on end (of all, where there are fewer)."""
+    window = np.ones(min(count, len(extra)))
+    return float(np.abs(np.convolve(extra, window, mode="valid")).max())
 
 
 def started(driver: Driver, growth: Growth) -> Result:
@@ -229,8 +238,7 @@ def of_growth(growth: Growth, off: Result, thread: Result) -> Result:
         "cold_switch": off["switch"],
         "overlapped": thread,
         "worlds_stall_s": stall,
-        "hidden": 1 - (stall + max(0.0, thread["lost_s"])) / cold_s,
-        "hidden_of_stall": 1 - stall / cold_s,
+        "hidden": 1 - stall / cold_s,
         "num_groups": sum(thread["switch"]["groups"][name] for name in ("reused", "created")),
     }
 
