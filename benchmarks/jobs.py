@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from dynatrain_megatron.adapters.job import BoundPlans, Job
 from dynatrain_megatron.adapters.state import HostState
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.elastic import records
+from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.store import JobStore
 from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.engine import Fragments, Transport, connect
@@ -46,7 +48,6 @@ from dynatrain_megatron.transition import Target, check_request, switch
 from dynatrain_megatron.transition.prepare import (
     Wire,
     build,
-    change_in_place,
     make_bridge,
     prepare,
 )
@@ -199,12 +200,11 @@ def switch_to(
     memory.reset_peak()
     before = memory.allocated_bytes()
     begin = time.perf_counter()
-    prepared, target = None, _target(job, layout)
+    change, target = change_in_place(job), _target(job, layout)
     if placing is not None:
-        change = change_in_place(job, timeout_s=TIMEOUT_S)
         change = replace(change, target=placing.order(job.processes, target.layout).target)
         target = _target(job, layout, change.target.index(process_uid()))
-        prepared = prepare(job, change, target)
+    prepared = prepare(job, change, target)
     prepare_s = time.perf_counter() - begin
     report = switch(job, target, options, prepared)
     dist.barrier()
@@ -212,6 +212,18 @@ def switch_to(
     report.seconds = {"prepare": prepare_s, **report.seconds}
     report.seconds["other"] = stall_s - sum(report.seconds.values())
     return Switched(report, stall_s, memory.peak_bytes() - before)
+
+
+def change_in_place(job: Job) -> Change:
+    """The next switch of a job whose processes stay as they are; collective over them."""
+    job.num_changes += 1
+    key, client = f"switch/{job.num_changes}/in-place", _store(job).here()
+    if job.processes[0] == process_uid():
+        ids = _store(job).new_world_ids(2)
+        change = Change(job.num_changes, job.processes, job.processes, *ids)
+        client.set(key, change.to_json())
+    client.wait([key], timedelta(seconds=TIMEOUT_S))
+    return Change.from_json(bytes(client.get(key)))
 
 
 def placing_of(job: Job) -> Placing:
@@ -242,8 +254,7 @@ def bridge(transport: EngineTransport) -> Transport:
 def use(job: Job, transport: Transport) -> None:
     """Let the job's next switches go over ``transport``."""
     if job.bridge is None:
-        change = change_in_place(job, timeout_s=TIMEOUT_S)
-        job.bridge = make_bridge(change, _store(job), WIRE, "gloo")
+        job.bridge = make_bridge(change_in_place(job), _store(job), WIRE, "gloo")
     job.bridge = replace(job.bridge, transport=transport)
     job.bound_plans = BoundPlans()  # which were made for the one before
 
@@ -314,7 +325,7 @@ def beside[Result](job: Job, layout: str, body: Callable[[Pair], Result]) -> Res
     source = HostState(job.model, job.optimizer, job.args)
     gradients = Dropped(source.gradients())
     change, dormant, job.dormant = (
-        change_in_place(job, timeout_s=TIMEOUT_S),
+        change_in_place(job),
         job.dormant,
         BuiltCache(0),
     )

@@ -18,6 +18,7 @@ Anything that is not a :class:`DynaTrainError` is a programmer's mistake, here o
 """
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 SHOWN_CHARS = 200
@@ -112,3 +113,10 @@ class WorldError(DynaTrainError):
 
 class PlatformError(DynaTrainError):
     """The device platform cannot be installed, or it was installed too late."""
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold, and those of what it came from."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -112,7 +112,8 @@ class Job:
     of switches made before. The job's processes meet in ``store``; ``num_changes`` counts their
     switches, also those called off; ``next_step`` is the number of the schedule's step that comes
     next. Whoever knows its ``secret`` may ask for one. ``totals`` are
-    Megatron's sums over the log interval. ``at_stake`` are the worlds that a switch under way uses
+    Megatron's sums over the log interval. No step has run since ``stopped_s``, on this process's
+    ``time.perf_counter``. ``at_stake`` are the worlds that a switch under way uses
     or keeps aside, none of which the job needs where the switch is called off.
     """
 
@@ -137,6 +138,7 @@ class Job:
     secret: str = ""
     at_stake: tuple[LiveWorld[Any], ...] = ()
     num_changes: int = 0
+    stopped_s: float = 0.0
     next_step: int = 0
     bridge: Bridge | None = None
     rosters: Recent[RostersKey, tuple[RosterSet, RosterSet]] = field(

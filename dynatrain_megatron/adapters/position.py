@@ -9,6 +9,7 @@ it and the layout.
 from __future__ import annotations
 
 import json
+import time
 from argparse import Namespace
 from dataclasses import asdict, replace
 from typing import Any
@@ -46,6 +47,7 @@ def position_of(job: Job) -> bytes:
         "totals": job.totals,
         "secret": job.secret,
         "next_step": job.next_step,
+        "stopped_for_s": time.perf_counter() - job.stopped_s,  # clocks of hosts differ
         "data": asdict(job.recipe.data),
     }
     try:
@@ -71,6 +73,7 @@ def take_over(job: Job, told: bytes) -> None:
         take_hyperparameters(opt.optimizer.param_groups, position["hyperparameters"])
     job.totals, job.secret = position["totals"], position["secret"]
     job.next_step = position["next_step"]
+    job.stopped_s = time.perf_counter() - position["stopped_for_s"]
     job.recipe = replace(job.recipe, data=LaunchData(**position["data"]))
 
 

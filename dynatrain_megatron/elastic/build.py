@@ -15,7 +15,6 @@ nothing is sent meanwhile, since that world may be in force.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,15 +23,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from dynatrain_megatron.elastic import building, records
-from dynatrain_megatron.elastic.building import Building
+from dynatrain_megatron.elastic import records
 from dynatrain_megatron.elastic.groups import HeldGroups
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.maker import GroupMaker
 from dynatrain_megatron.elastic.records import Record
 from dynatrain_megatron.elastic.store import StoreAddress, store_errors
 from dynatrain_megatron.elastic.world import World
-from dynatrain_megatron.errors import WorldError
+from dynatrain_megatron.errors import WorldError, release_frames
 
 _BUILT = "built"
 _MESSAGE_CHARS = 300  # of torch's; some carry a stack
@@ -84,7 +82,7 @@ def build[T](
     *,
     known: HeldGroups | None = None,
     timeout_s: float = 30.0,
-    agree_s: float | None = None,
+    agree_s: float,
     device: torch.device | None = None,
 ) -> LiveWorld[T]:
     """Collective over the world's processes: make it, on all of them or on none.
@@ -93,7 +91,7 @@ def build[T](
     with the new world in force for this thread, and gets a :class:`GroupMaker`. ``known`` are
     groups of other worlds to take over, as :mod:`.groups` says. ``device`` lets NCCL connect at
     once. Each wait is bounded by ``timeout_s``, but the last one, until all have made theirs, by
-    ``agree_s``: half as long again unless given.
+    ``agree_s``, which is longer: others may have come later, and know better what they wait for.
 
     Raises :class:`WorldError` where a process fails or stays away, with the first reason given;
     nothing is left then but the id, which is spent.
@@ -114,8 +112,7 @@ def build[T](
             maker.default(store, device)
             live.groups = make_groups(maker)
             maker.meet()
-        # Others may have come later, and know better what they wait for.
-        verdict = ballot.built(1.5 * timeout_s if agree_s is None else agree_s)
+        verdict = ballot.built(agree_s)
     except BaseException as error:
         verdict, cause = ballot.failed(error), error
     if cause is not None or verdict != _BUILT:
@@ -123,7 +120,7 @@ def build[T](
         live.abandon()
         live.groups = None
         del maker
-        _release(cause)
+        release_frames(cause)  # a failed group can burn a core for as long as it lives
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         raise WorldError(f"world {world.id} was not built: {verdict}") from cause
@@ -131,30 +128,3 @@ def build[T](
     maker.set_timeouts()
     client.set_timeout(timedelta(seconds=world.timeout_s))
     return live
-
-
-def _release(error: BaseException | None) -> None:
-    """Let go of what its frames hold: a failed group can burn a core for as long as it lives."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
-
-
-def start[T](
-    world: World,
-    address: StoreAddress,
-    make_groups: Callable[[GroupMaker], T],
-    *,
-    known: HeldGroups | None = None,
-    timeout_s: float = 30.0,
-    device: torch.device | None = None,
-) -> Building[LiveWorld[T]]:
-    """As :func:`build`, in a thread of its own, while this one goes on.
-
-    ``make_groups`` starts no threads: they would see the world in force. Raises as
-    :func:`.building.start` does.
-    """
-    return building.start(
-        f"world {world.id}",
-        lambda: build(world, address, make_groups, known=known, timeout_s=timeout_s, device=device),
-    )

@@ -1,6 +1,5 @@
 """What a device platform is: the device, the backend and the figures that differ between them."""
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -66,10 +65,6 @@ class Platform(ABC):
         """What can be read of the device's links; here nothing is."""
         return DeviceLinks()
 
-    def thread(self, target: Callable[[], object], name: str) -> threading.Thread:
-        """A daemon thread, not started yet, whose body runs with the platform active."""
-        return threading.Thread(target=self._in_thread(target), name=name, daemon=True)
-
-    def _in_thread(self, target: Callable[[], object]) -> Callable[[], object]:
-        """``target`` with what torch keeps for each thread set first; here nothing is."""
-        return target
+    def in_thread[T](self, make: Callable[[], T]) -> Callable[[], T]:
+        """``make`` for another thread: with what torch keeps for each; here nothing is."""
+        return make

@@ -74,11 +74,12 @@ class CudaPlatform(Platform):
             self._links = device_links(f"GPU-{torch.cuda.get_device_properties().uuid}")
         return self._links
 
-    def _in_thread(self, target: Callable[[], object]) -> Callable[[], object]:
+    def in_thread[T](self, make: Callable[[], T]) -> Callable[[], T]:
+        """``make`` on the GPU that is current here: in a new thread the first one is."""
         device = torch.cuda.current_device()
 
-        def on_this_device() -> None:
+        def on_this_device() -> T:
             torch.cuda.set_device(device)
-            target()
+            return make()
 
         return on_this_device

@@ -381,7 +381,9 @@ class Membership:
             else:
                 self.prepare(pending)
                 if isinstance(self.board.boundary(pending.number), int):
-                    return pending
+                    if self.board.has_stopped(pending.number, timeout_s=_TICK_S):
+                        return pending
+                    continue
             time.sleep(_TICK_S / 2)
 
     def _see_that_the_job_lives(self, beats: Beats) -> None:

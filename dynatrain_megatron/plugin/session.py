@@ -41,7 +41,6 @@ from dynatrain_megatron.config import (
     ScheduleStep,
 )
 from dynatrain_megatron.elastic import connections, live
-from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.endpoint import Endpoint
 from dynatrain_megatron.elastic.reach import be_reached
@@ -131,7 +130,6 @@ class Session:
         self._test_iterators: list[Any] = []
         self._num_entries = 0
         self._num_switches = 0
-        self._boundary_s = 0.0
         self._due: _Due | None = None
         self._saved_iteration: int | None = None
         self._save_pending = False
@@ -390,7 +388,6 @@ class Session:
                 membership.directory.withdraw_arrival(number)
                 number = membership.directory.arrive(membership.uid)
                 continue
-            self._boundary_s = time.perf_counter()
             self._due = _Due(pending, 0.0)
             membership.directory.withdraw_arrival(number)
             if self._switch(job):
@@ -514,7 +511,7 @@ class Session:
 
         Where the job's store is gone none can be made any more, and training goes on.
         """
-        self._boundary_s = time.perf_counter()
+        job.stopped_s = time.perf_counter()
         # A run that goes on from a checkpoint may have passed several: only the last one counts.
         while len(self._steps) > 1 and job.iteration >= self._steps[1][1].iteration:
             self._steps.pop(0)
@@ -531,7 +528,7 @@ class Session:
         if pending is None and self._steps and job.iteration >= self._steps[0][1].iteration:
             pending, is_due = self._step_due(job, membership), True
         if pending is not None:
-            self._due = _Due(pending, time.perf_counter() - self._boundary_s)
+            self._due = _Due(pending, time.perf_counter() - job.stopped_s)
             return True
         if membership is not None and membership.leads and not is_due:
             assert self._leader is not None
@@ -689,6 +686,10 @@ class Session:
         is_saved = self._saved_iteration == job.iteration
         if self.config.save_before_switch and job.built is not None and not is_saved:
             self._save(job)
+        if self._membership.leads and pending.posted.change.joiners:
+            # Only now: however long the checkpoint takes, they wait for it outside the switch.
+            with contextlib.suppress(WorldError):  # which the switch itself finds out
+                self._membership.board.say_stopped(pending.number)
         try:
             with self._membership.switching(pending):
                 report = switch(job, target, self._options(), pending.prepared, pending.building)
@@ -725,7 +726,7 @@ class Session:
         timers.log(job.args, job.iteration, phases, level=1)  # which waits for all ranks
         report.seconds["writers"] = seconds = time.perf_counter() - begin
         progress(job.args.rank, f"writers  {seconds:7.3f} s  figures shown, all ranks waited for")
-        stall_s = timers.longest(self._stall_s(pending.posted.change))
+        stall_s = timers.longest(time.perf_counter() - job.stopped_s)
         self._done(job, report, stall_s)
         if self._membership.leads and pending.posted.request is not None:
             answer = {
@@ -737,11 +738,6 @@ class Session:
             }
             self._membership.answer(pending.posted.request, answer)
         return True
-
-    def _stall_s(self, change: Change) -> float:
-        """For how long no step has run, as far as this process was there to see it."""
-        came = process_uid() in change.joiners and not set(change.joiners) >= set(change.target)
-        return 0.0 if came else time.perf_counter() - self._boundary_s
 
     def _last_checkpoint(self, job: Job) -> str:
         if self._saved_iteration is None:

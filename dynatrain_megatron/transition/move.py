@@ -37,18 +37,11 @@ from dynatrain_megatron.vps.roster import RosterSet
 
 
 @dataclass
-class Frees:
-    """Whether sources go as soon as they may (``wanted``); whether some have (``begun``)."""
-
-    wanted: bool = False
-    begun: bool = False
-
-
-@dataclass
 class Move:
     """One rank's part of moving the state.
 
-    ``finished`` are the stages that all ranks have and have verified, of which sources may be gone.
+    ``finished`` are the stages that all ranks have and have verified, of which sources are gone
+    where the move ``frees`` them.
     ``give_back`` lets others have what was freed, where an allocator would keep it. ``bound`` is
     the plan bound to memory, where there is one stage: known to all ranks beforehand or to none.
     ``seconds`` are those outside the transfer itself, by phase.
@@ -58,7 +51,7 @@ class Move:
     old: Holdings
     new: Holdings
     ledger: Ledger
-    frees: Frees
+    frees: bool
     give_back: Callable[[], None]
     bound: BoundPlan | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -73,7 +66,7 @@ class Move:
             self.old.memory(self.old.stages(old, last=True)),
             self.new.memory(self.new.stages(new, last=False)),
             self.plan.staging_bytes(rank) + held_bytes,
-            frees=self.frees.wanted,
+            frees=self.frees,
         )
 
     def run(
@@ -87,7 +80,7 @@ class Move:
         """All stages; collective. Raises :class:`TransitionError` where one fails."""
         old, new = self._stages_of_slots(rosters, transport.rank)
         last, first = self.old.stages(old, last=True), self.new.stages(new, last=False)
-        if self.frees.wanted:
+        if self.frees:
             self.give_back()
         for number, plan in enumerate(self.plan.plans):
             whereabouts.begin(Phase.memory, transport.rank)
@@ -98,7 +91,7 @@ class Move:
                 given, got = _part(given, old, number), _part(got, new, number)
             self._one_stage(plan, given, got, transport, verify=verify, timeout_s=timeout_s)
             self.finished = number + 1
-            if self.frees.wanted:
+            if self.frees:
                 with self._timed("memory"):
                     self._free(last == number, first=not number)
 
@@ -151,7 +144,7 @@ class Move:
             if verify is Verify.fingerprint:
                 found = check_received(plan, given, got, transport, timeout_s=timeout_s)
                 self.checked.append((plan, found))
-            elif verify is Verify.off and self.frees.wanted:
+            elif verify is Verify.off and self.frees:
                 transport.all_gather(b"", timeout_s=timeout_s)
 
     @contextlib.contextmanager
@@ -165,7 +158,6 @@ class Move:
             self.new.allocate(number)
 
     def _free(self, chosen: BoolArray, *, first: bool) -> None:
-        self.frees.begun = True
         free(self.old.storages[number] for number in np.nonzero(chosen)[0].tolist())
         if first:
             free(self.old.rebuilt)

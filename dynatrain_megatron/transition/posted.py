@@ -9,6 +9,7 @@ any other follows from promises::
     armed      all are ready
     hold       a process of the job: I will not pass boundary h before I know where to stop
     stop       the latest of all promises; or, until then, ABORT
+    stopped    the job stands still there and has saved what it wanted to; who joins waits for it
 
 In the same way the job's processes agree from which boundary on groups are made, where that is done
 a few at each (``begin``).
@@ -158,6 +159,22 @@ class Board:
                 return None
             return _read_stop(bytes(client.get(key)).decode())
 
+    def say_stopped(self, number: int) -> None:
+        """The job stands still at the boundary and has saved what it wanted to; rank 0."""
+        with store_errors("those that join could not be told to come"):
+            self._store.here().set(_key(number, "stopped"), "")
+
+    def has_stopped(self, number: int, *, timeout_s: float) -> bool:
+        """Whether it does; waits so long for it."""
+        import torch.distributed as dist
+
+        with store_errors("whether the job stands still cannot be known"):
+            try:
+                self._store.here().wait([_key(number, "stopped")], timedelta(seconds=timeout_s))
+            except dist.DistStoreError:
+                return False
+        return True
+
     def begins(self, number: int) -> int | str | None:
         """As :meth:`boundary`, of where groups begin to be made; where it stops, if not before."""
         client, key = self._store.here(), _key(number, "begin")
@@ -188,7 +205,8 @@ class Board:
     def forget(self, change: Change) -> None:
         """Delete its keys; for one process, when nobody reads them any more."""
         client = self._store.here()
-        names = ["spec", "ready", "armed", "gates", "gated", "votes", "decision", "way-back"]
+        names = ["spec", "ready", "armed", "gates", "gated", "stopped", "votes", "decision"]
+        names += ["way-back"]
         for to in ("begin", "stop"):
             names += [to, f"{to}-holds"]
             names += [f"{to}-hold/{n + 1}" for n in range(len(change.source))]

@@ -101,20 +101,6 @@ class Worlds:
             self.bridge.end()
 
 
-def change_in_place(job: Job, *, timeout_s: float) -> Change:
-    """The next switch of a job whose processes stay as they are; collective over them."""
-    assert job.store is not None
-    job.num_changes += 1
-    key, client = f"switch/{job.num_changes}/in-place", job.store.here()
-    with store_errors(f"switch {job.num_changes} could not be agreed on"):
-        if job.processes[0] == process_uid():
-            ids = job.store.new_world_ids(2)
-            change = Change(job.num_changes, job.processes, job.processes, *ids)
-            client.set(key, change.to_json())
-        client.wait([key], timedelta(seconds=timeout_s))
-        return Change.from_json(bytes(client.get(key)))
-
-
 def prepare(job: Job, change: Change, target: Target) -> Prepared:
     """What this process needs for ``change``; local, main thread, at a step boundary."""
     uid, args = process_uid(), target.args
@@ -220,10 +206,9 @@ def _make_each(
 def start_building(
     prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = None
 ) -> Building[Worlds]:
-    """The same in a thread of its own."""
-    return building.start(
-        f"switch {prepared.change.number}", lambda: build(prepared, store, wire, gate)
-    )
+    """The same in a thread of its own; by the main thread."""
+    make = current_platform().in_thread(lambda: build(prepared, store, wire, gate))
+    return building.start(f"switch {prepared.change.number}", make)
 
 
 def _known_to_others(

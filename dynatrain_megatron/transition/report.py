@@ -95,6 +95,9 @@ _MOVE_DOING = {
 }
 
 
+_BEFORE_ALL_ARE_THERE = ("groups", "quiesce")
+
+
 def transfer_seconds(move: Move) -> dict[str, float]:
     """This rank's seconds of packing, sending and unpacking, in all stages."""
     return {
@@ -111,14 +114,19 @@ def fill_in(
     peak: Peak,
     rebuilt: int,
     size: int,
+    came: bool,
     gather: Callable[[bytes], list[bytes]],
 ) -> None:
     """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried.
 
-    ``gather`` gives everyone's figures for this rank's, ``size`` is how many there are.
+    ``gather`` gives everyone's figures for this rank's, ``size`` is how many there are. A process
+    that ``came`` with the switch waited in its first phases for the last step of the others, who
+    say how long those really took.
     """
+    first = {phase: 0.0 if came else report.seconds[phase] for phase in _BEFORE_ALL_ARE_THERE}
     own: dict[str, Any] = {
         **transfer_seconds(move),
+        **first,
         "sent": sum(executed.sent_bytes for executed in move.reports),
         "lower_bound": plan.lower_bound_bytes,
         "rebuilt": rebuilt,
@@ -128,7 +136,7 @@ def fill_in(
         "largest": peak.largest,
     }
     rows = [json.loads(row) for row in gather(json.dumps(own).encode())]
-    for name in ("pack", "wire", "unpack"):
+    for name in ("pack", "wire", "unpack", *first):
         report.seconds[name] = max(row[name] for row in rows)
     report.bytes = {
         "moved": sum(row["sent"] for row in rows),

@@ -30,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +65,7 @@ from dynatrain_megatron.errors import (
     SwitchRefused,
     TransitionError,
     WorldError,
+    release_frames,
 )
 from dynatrain_megatron.observe import progress
 from dynatrain_megatron.planner.checks import held_once
@@ -76,15 +76,13 @@ from dynatrain_megatron.transition.agree import Planned, Side, SwitchOptions
 from dynatrain_megatron.transition.attempt import Attempt
 from dynatrain_megatron.transition.check import Target
 from dynatrain_megatron.transition.keep import Free
-from dynatrain_megatron.transition.move import Frees, Move
+from dynatrain_megatron.transition.move import Move
 from dynatrain_megatron.transition.prepare import (
     Prepared,
     Wire,
     Worlds,
     build,
-    change_in_place,
     make_bridge,
-    prepare,
 )
 from dynatrain_megatron.transition.report import (
     MOST_RANKS_IN_MATRIX,
@@ -119,14 +117,14 @@ def switch(
     job: Job,
     target: Target,
     options: SwitchOptions,
-    prepared: Prepared | None = None,
+    prepared: Prepared,
     building: Building[Worlds] | None = None,
 ) -> SwitchReport:
     """Take ``job`` from its layout to the target's; collective, on the main thread.
 
     Runs at a step boundary, outside ``train``, on all processes of the source and of the target.
-    Without ``prepared`` the processes stay as they are; without ``building`` worlds are made here.
-    ``job.built`` is None afterwards on a process that has left.
+    Without ``building`` worlds are made here. ``job.built`` is None afterwards on a process that
+    has left.
 
     Raises :class:`SwitchRefused` where the switch cannot be (nothing was changed),
     :class:`SwitchAborted` where it was called off on all processes (the old state is intact, the
@@ -135,14 +133,8 @@ def switch(
     all have voted for it, and :class:`SplitStateError` where parts of the old state were freed and
     cannot be brought back: with these three the process must end.
     """
-    if job.store is None:
-        raise SwitchRefused(
-            "this job's processes have no store to agree on a switch at",
-            "start it by torchrun, or give elastic.store=HOST:PORT",
-        )
+    assert job.store is not None
     report = SwitchReport(job.iteration, str(job.layout), str(target.layout))
-    if prepared is None:
-        prepared = prepare(job, change_in_place(job, timeout_s=options.timeout_s), target)
     change, uid = prepared.change, process_uid()
     shown = -1 if job.built is None else job.args.rank
     phase = Phases(report, shown, change.processes.index(uid))
@@ -172,7 +164,7 @@ def switch(
         if attempt.is_agreed:  # and nothing may be undone here
             raise _failed_after_commit(attempt, error) from error
         reason = _give_up(run, attempt, f"{_missing(attempt)}{type(error).__name__}: {error}")
-        _release(error)
+        release_frames(error)  # tensors of the target, and a bridge that has failed
         raise SwitchAborted(reason) from error
     job.at_stake = ()
     try:
@@ -257,7 +249,7 @@ def _give_up(run: _Switch, attempt: Attempt, reason: str) -> str:
     run.restore_host()
     run.end_bridge()
     is_back = False
-    if run.frees.wanted:
+    if moved is not None and moved.frees:
         try:
             is_back = run.take_back()
         except Exception as error:
@@ -273,13 +265,6 @@ def _give_up(run: _Switch, attempt: Attempt, reason: str) -> str:
             moved.old.allocate_rebuilt()
             job.built.state.rebuild_params()
     return reason
-
-
-def _release(error: BaseException | None) -> None:
-    """Let go of what its frames hold: tensors of the target, and a bridge that has failed."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 class _Ready(NamedTuple):
@@ -313,7 +298,6 @@ class _Switch:
     phase: Phases
 
     def __post_init__(self) -> None:
-        self.frees = Frees()
         self.worlds: Worlds | None = None
         self.moving: Move | None = None
         self._undo: list[Callable[[], object]] = []
@@ -461,11 +445,8 @@ class _Switch:
             self.ledger.watch(self._ready.built.state.tensors())
             self.ledger.mark(self._ready.most_bytes)
         self._planned = planned
-        self.frees.wanted = planned.kept is KeepSource.never
-        give_back = current_platform().empty_cache
-        move = Move(
-            plan, old.holdings, new.holdings, self.ledger, self.frees, give_back, planned.bound
-        )
+        frees, give_back = planned.kept is KeepSource.never, current_platform().empty_cache
+        move = Move(plan, old.holdings, new.holdings, self.ledger, frees, give_back, planned.bound)
         self.moving = move
         peak = move.planned(rosters, transport.rank, transport.held_bytes)
         if options.verify is Verify.fingerprint:
@@ -536,7 +517,8 @@ class _Switch:
             if change.leavers and ready is not None:
                 self.attempt.say_done()
             size = self.bridge.transport.size
-            fill_in(report, planned.plan, move, peak, rebuilt, size, self._last_word)
+            came = process_uid() in change.joiners
+            fill_in(report, planned.plan, move, peak, rebuilt, size, came, self._last_word)
             if ready is not None and change.source != change.target:
                 writers.follow(job.args, self.run_id)  # all others have closed theirs by now
             if change.leavers:

@@ -23,7 +23,7 @@ from dynatrain_megatron.engine import Transport
 from dynatrain_megatron.planner import PlanOptions, Topology, make_plan
 from dynatrain_megatron.planner.staged import StagedPlan
 from dynatrain_megatron.planner.stages import Stages
-from dynatrain_megatron.transition.move import Frees, Move
+from dynatrain_megatron.transition.move import Move
 from dynatrain_megatron.vps.boxes import IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 
@@ -56,7 +56,7 @@ def move_back(
         plan=StagedPlan(way_back, tuple(plans)),
         old=moved.new,
         new=moved.old,
-        frees=Frees(wanted=True),
+        frees=True,
         bound=None,
         reports=[],
         checked=[],

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
 
-from dynatrain_megatron.elastic import build, records
+from dynatrain_megatron.elastic import build, building, records
 from dynatrain_megatron.elastic.building import Building
-from dynatrain_megatron.elastic.groups import all_held
+from dynatrain_megatron.elastic.groups import HeldGroups, all_held
 from dynatrain_megatron.elastic.live import LiveWorld
 from dynatrain_megatron.elastic.maker import Group, GroupMaker
 from dynatrain_megatron.elastic.store import StoreAddress
@@ -60,6 +60,21 @@ class Exchange:
     destroyed: int
 
 
+def start(
+    world: World,
+    address: StoreAddress,
+    make: Callable[[GroupMaker], Any] = make_subgroups,
+    *,
+    known: HeldGroups | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Building[LiveWorld[Any]]:
+    """Build a world in a thread of its own."""
+    times = {"timeout_s": timeout_s, "agree_s": 1.5 * timeout_s}
+    return building.start(
+        f"world {world.id}", lambda: build.build(world, address, make, known=known, **times)
+    )
+
+
 class Process:
     """What a forked process of the job knows; ``number`` is its place in the test, never a rank."""
 
@@ -97,7 +112,7 @@ class Process:
         world = self.world(what, numbers)
         in_force = [] if self.live is None else [self.live]
         known = all_held(each.held for each in (*self.aside, *in_force))
-        return build.start(world, self.address, make, known=known, timeout_s=timeout_s)
+        return start(world, self.address, make, known=known, timeout_s=timeout_s)
 
     def move(self, what: str, numbers: Sequence[int], keep: int = 0) -> Exchange | None:
         """Change to that world, training until all have built it; ``None`` if left behind.

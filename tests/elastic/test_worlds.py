@@ -24,7 +24,7 @@ from dynatrain_megatron.elastic.maker import GroupMaker
 from dynatrain_megatron.elastic.store import StoreAddress
 from dynatrain_megatron.elastic.world import World, process_uid
 from dynatrain_megatron.errors import WorldError
-from tests.elastic.job import Exchange, Process, footprint, make_subgroups, train
+from tests.elastic.job import Exchange, Process, footprint, make_subgroups, start, train
 from tests.ranks import run_ranks, store_apart
 
 
@@ -141,7 +141,8 @@ def join(store: StoreAddress, how: str, make: Callable[[GroupMaker], Any] | None
         if make is not None:
             processes = client.get(f"members/{how}").decode().split(",")
             world = World.of(int(client.get(f"id/{how}")), processes, timeout_s=20)
-            new = build.build(world, store, make, timeout_s=CONNECT_S if how != "well" else 20)
+            timeout_s = CONNECT_S if how != "well" else 20
+            new = build.build(world, store, make, timeout_s=timeout_s, agree_s=1.5 * timeout_s)
             new.install()
             train()
             code = 0
@@ -176,11 +177,9 @@ def test_a_joiner_that_fails_leaves_the_job_as_it_was(store: StoreAddress) -> No
             p.client.set(f"members/{how}", ",".join(processes))
         world = World.of(world_id, processes, timeout_s=20)
         before, begin = p.steps, time.monotonic()
-        building = build.start(
-            world, p.address, make_subgroups, timeout_s=20 if how == "well" else CONNECT_S
-        )
+        building = start(world, p.address, timeout_s=20 if how == "well" else CONNECT_S)
         with pytest.raises(WorldError, match=f"world {world.id + 1} when that has ended"):
-            build.start(replace(world, id=world.id + 1), p.address, make_subgroups)
+            start(replace(world, id=world.id + 1), p.address)
         p.train_while(building)
         assert how == "well" or time.monotonic() - begin < 2.5 * CONNECT_S + 5
         assert p.steps > before
@@ -192,7 +191,7 @@ def test_a_joiner_that_fails_leaves_the_job_as_it_was(store: StoreAddress) -> No
             train()  # with the joiner, once
             return
         with pytest.raises(WorldError, match=f"world id {world.id} was used before"):
-            build.build(world, p.address, make_subgroups)
+            build.build(world, p.address, make_subgroups, agree_s=1)
         with pytest.raises(WorldError) as caught:
             building.result(timeout_s=1)
         message = str(caught.value)

@@ -12,6 +12,8 @@ from dynatrain_megatron import platform
 here = platform.install("auto")
 assert (here.name, here.backend, here.device.type) == ("cuda", "nccl", "cuda")
 assert here.default_flags(["--num-layers", "2"]) == []
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 before = here.allocated_bytes()
@@ -23,11 +25,10 @@ assert here.peak_bytes() - before >= 64 << 20
 here.reset_peak()
 here.empty_cache()
 assert here.peak_bytes() - before < 64 << 20
-seen = []
-thread = here.thread(lambda: seen.append(torch.cuda.current_device()), "test")
-thread.start()
-thread.join(60)
-assert seen == [here.device.index]
+last = torch.cuda.device_count() - 1
+torch.cuda.set_device(last)
+with ThreadPoolExecutor(1) as threads:
+    assert threads.submit(here.in_thread(torch.cuda.current_device)).result(60) == last
 print("all seen")
 """
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dynatrain_megatron.config import EngineTransport, Overlap
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.store import JobStore, StoreServer
-from dynatrain_megatron.elastic.world import process_uid
 from dynatrain_megatron.plugin.membership import Membership, Pending
 from dynatrain_megatron.transition.posted import Posted
-from dynatrain_megatron.transition.prepare import Wire
-
-OWN, OTHER, JOINER = process_uid(), "other", "joiner"
+from tests.plugin.members import JOINER, OTHER, OWN, membership
 
 
 @pytest.fixture
@@ -25,27 +18,6 @@ def store() -> Iterator[JobStore]:
     server = StoreServer("127.0.0.1")
     yield JobStore(server.address, "a job", timeout_s=20)
     del server
-
-
-def membership(store: JobStore, *, timeout_s: float) -> Membership:
-    """That of rank 0 in a job of two processes, without its thread."""
-    job: Any = SimpleNamespace(
-        processes=(OWN, OTHER), built=object(), num_changes=0, iteration=1, layout="dp2", secret=""
-    )
-    wire = Wire(EngineTransport.torch, 1 << 20, 20.0)
-    return Membership(
-        job,
-        store,
-        _no_check,
-        wire,
-        run_dir=Path("unused"),
-        overlap=Overlap.off,
-        timeout_s=timeout_s,
-    )
-
-
-def _no_check(posted: Posted) -> Any:
-    raise AssertionError(posted)
 
 
 def made(member: Membership, number: int, source: list[str], target: list[str]) -> Change:

@@ -38,7 +38,7 @@ from dynatrain_megatron.planner.staged import StagedPlan, make_staged_plan
 from dynatrain_megatron.planner.stages import Room, Stages, choose_stages, one_stage
 from dynatrain_megatron.shapes import Model, make_rosters
 from dynatrain_megatron.transition import move as moving
-from dynatrain_megatron.transition.move import Frees, Move
+from dynatrain_megatron.transition.move import Move
 from dynatrain_megatron.transition.undo import move_back
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterSet
 from tests.engine.late import LateTransport, poison, poison_storage
@@ -436,7 +436,7 @@ class Made:
                 old.holdings,
                 new.holdings,
                 Ledger([*old.tensors, *new.tensors]),
-                Frees(wanted=wanted.frees),
+                wanted.frees,
                 lambda: None,
             )
             for plan, old, new in zip(ends.plans, ends.old, ends.new, strict=True)

@@ -27,7 +27,7 @@ from dynatrain_megatron.planner.stages import (
 )
 from dynatrain_megatron.transition import move as moving
 from dynatrain_megatron.transition.keep import Free, decide
-from dynatrain_megatron.transition.move import Frees, Move
+from dynatrain_megatron.transition.move import Move
 from dynatrain_megatron.vps import Roster
 from tests.engine.test_execute import TENSORS, assert_holds_its_values, bind
 from tests.engine.test_transport import on_threads
@@ -68,7 +68,7 @@ def jobs(case: Case, found: Stages, staging: int, *, frees: bool, shared: bool) 
         old = Side.of(make(before, filled=True), there=True)
         new = Side.of(make(after, filled=False), there=False)
         ledger = Ledger([*old.tensors, *new.tensors])
-        move = Move(plan, old.holdings, new.holdings, ledger, Frees(wanted=frees), lambda: None)
+        move = Move(plan, old.holdings, new.holdings, ledger, frees, lambda: None)
         made.append(Job(old, new, move))
     return made
 
@@ -96,7 +96,6 @@ def test_all_arrives_and_the_ledger_is_the_plan(
         move.run(rosters, transport, verify=verify, timeout_s=5)
         move.rebuild_begins()
         kept = [*old.holdings.storages, *old.holdings.rebuilt]
-        assert move.frees.begun == frees
         assert all(bool(storage.nbytes()) != frees for storage in kept)
         free(kept)
         new.missing.restore_one(new.gradients, zeros=True)
@@ -150,8 +149,7 @@ def test_nothing_is_freed_where_a_check_fails(monkeypatch: pytest.MonkeyPatch) -
         return ""
 
     assert on_threads(2, body) == ["made to fail"] * 2
-    for rank, (old, _, move) in enumerate(made):
-        assert move.frees.begun
+    for rank, (old, _, _) in enumerate(made):
         for slot, stage in enumerate(found.source[case.source.rows_of(rank)].tolist()):
             for view in old.holdings.fragments.views[slot]:
                 assert bool(view.untyped_storage().nbytes()) == (stage > 0)

@@ -46,7 +46,8 @@ def _loss(run: Run, static: Run | None) -> Picture:
 def _times(run: Run, count: int) -> Picture:
     shown = timed(run.switches)
     caption = (
-        "Seconds by phase, in the order they happen; the slowest rank's for pack, wire and unpack. "
+        "Seconds by phase, in the order they happen; the slowest rank's for groups, quiesce, pack, "
+        "wire and unpack. "
         "The upright mark is the stall: the time for which no training step ran."
     )
     if count < len(run.switches):
