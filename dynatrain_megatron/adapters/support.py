@@ -50,12 +50,15 @@ def _set(name: str, off: Any = None) -> Callable[[Namespace], Any]:
     return seen
 
 
+def _flex_buffers(args: Namespace) -> Any:
+    """What the flexible dispatcher keeps its buffers with, if it is not the default that idles."""
+    backend = getattr(args, "moe_flex_dispatcher_backend", None)
+    in_use = getattr(args, "moe_token_dispatcher_type", None) == "flex"
+    return backend if in_use or backend in ("hybridep", "ncclep") else None
+
+
 def _is(name: str, wrong: str) -> Callable[[Namespace], Any]:
     return lambda args: wrong if getattr(args, name, None) == wrong else None
-
-
-def _is_one_of(name: str, *wrong: str) -> Callable[[Namespace], Any]:
-    return lambda args: value if (value := getattr(args, name, None)) in wrong else None
 
 
 def _other_optimizer(args: Namespace) -> Any:
@@ -132,7 +135,12 @@ OPTIONS: tuple[Option, ...] = (
     _carried("evaluation", "--eval-interval", "the consumed validation samples are the position"),
     _carried("skipped iterations", "--iterations-to-skip", "counted in the arguments"),
     _restarted("checkpoints", "--save-interval", "cached save plans are dropped"),
-    _carried("asynchronous saves", "--async-save", "finished before the switch begins"),
+    _carried(
+        "asynchronous saves",
+        "--async-save",
+        "finished before the switch begins; Megatron 0.19 saves "
+        "so with a persistent checkpoint worker only",
+    ),
     _carried("exit at an iteration", "--exit-interval", "the iteration goes on"),
     _carried("exit after a time", "--exit-duration-in-mins", "the clock of the process goes on"),
     _carried("exit on a signal", "--exit-signal-handler", "the handler stays; an exit comes first"),
@@ -214,10 +222,10 @@ OPTIONS: tuple[Option, ...] = (
         "it starts on GPUs only, where no switch has run with it yet",
     ),
     _refused(
-        "experts' HybridEP or NCCL EP buffers",
+        "experts' DeepEP, HybridEP or NCCL EP buffers",
         "--moe-flex-dispatcher-backend",
         _OLD_GROUPS,
-        _is_one_of("moe_flex_dispatcher_backend", "hybridep", "ncclep"),
+        _flex_buffers,
     ),
     _refused(
         "activations offloaded one by one",
@@ -279,8 +287,24 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
             "checkpoints fail there too",
             "run with --untie-embeddings-and-output-weights, or keep pp at 1",
         )
+    _check_interleaved(args, source, target)
     if target.cp > 1 and args.transformer_impl == "local":
         _check_local_attention(args, source, target)
+
+
+def _check_interleaved(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:
+    """Gate and linear part in alternating blocks of rows, which Megatron describes as halves."""
+    for name, before, after in (
+        ("moe_mlp_glu_interleave_size", source.expert_tp, target.expert_tp),
+        ("moe_shared_expert_glu_interleave_size", source.tp, target.tp),
+    ):
+        size = getattr(args, name, None)  # the second one is of Megatron 0.19
+        if size is not None and before != after:
+            raise SwitchRefused(
+                f"--{name.replace('_', '-')} {size} mixes the rows of gated projections, which "
+                f"cannot be cut anew: they are cut in {before} now and would be in {after}",
+                "keep the tensor parallelism of these experts (etp: ...), or run without the flag",
+            )
 
 
 def _check_local_attention(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:

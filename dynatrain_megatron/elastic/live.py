@@ -6,8 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -16,8 +18,11 @@ from dynatrain_megatron.elastic.connections import Connections
 from dynatrain_megatron.elastic.groups import GroupKey
 from dynatrain_megatron.elastic.records import Held
 from dynatrain_megatron.elastic.world import World, process_uid
+from dynatrain_megatron.errors import WorldError
 
 logger = logging.getLogger(__name__)
+
+_CONNECT_LATE = ("nccl",)
 
 
 @dataclass
@@ -44,9 +49,27 @@ class LiveWorld[T]:
     def cut(self) -> None:
         """Wake whoever waits in it for another process; any thread. It can only be ended then."""
         self.connections.cut()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Leave what is in flight on GPUs, which ending its groups would wait for; any thread."""
         for group in self.process_groups():
             if group.name() == "nccl":
                 group.abort()
+
+    @property
+    def connects_late(self) -> bool:
+        """Whether some of its groups connect with their first operation."""
+        return any(group.name() in _CONNECT_LATE for group in self.process_groups())
+
+    def connect(self, device: torch.device, *, timeout_s: float) -> None:
+        """Let those groups connect now, in the order they were made; collective over its processes.
+
+        Otherwise they take memory, and find a link that fails, when nobody can go back any more.
+        Raises :class:`WorldError` where one does not.
+        """
+        for group in self.process_groups():
+            connect(group, device, timeout_s=timeout_s)
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """This process's groups in it, the default one among them."""
@@ -92,6 +115,22 @@ class LiveWorld[T]:
         except dist.DistError:  # the store may have ended before us, and the keys with it
             logger.debug("world %d: the store is gone", self.world.id, exc_info=True)
         return len(doomed)
+
+
+def connect(group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
+    """Let a group that connects late do so; collective over its processes.
+
+    Raises :class:`WorldError` where it does not.
+    """
+    if group.name() not in _CONNECT_LATE:
+        return
+    told = torch.ones(1, device=device)
+    try:
+        group.allreduce([told]).wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WorldError(f"group {group.group_desc} does not connect: {error}") from error
+    if float(told) != group.size():  # one that was given up says nothing of it
+        raise WorldError(f"group {group.group_desc} was given up while it connected")
 
 
 def forget(keys_of_world: Store) -> None:

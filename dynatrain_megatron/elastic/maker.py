@@ -62,7 +62,11 @@ class GroupMaker:
         self._note(key, group, None)
 
     def meet(self) -> None:
-        """Let all processes find each other over a new default group, where that moves no GPU."""
+        """Let all processes find each other over a new default group, where that moves no GPU.
+
+        Groups that somebody makes later have the same names on all of them.
+        """
+        self._record.group_count = self._world.first_name + self._num_asked
         made = {group for group, _ in self._wanted}
         if self._record.default_pg in made and self._world.backend == "gloo":
             dist.monitored_barrier(timeout=self._timeout)

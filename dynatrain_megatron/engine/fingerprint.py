@@ -36,7 +36,8 @@ from dynatrain_megatron.vps.tensors import LogicalTensor, StateKind
 Sums = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
 
 _MASK = (1 << 64) - 1
-_CHUNK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS = 1 << 18  # as many as a core's cache holds
+_CHUNK_ELEMENTS_GPU = 1 << 22  # as many as take a GPU longer than being asked to
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -281,14 +282,15 @@ def _weighted_sum(bits: torch.Tensor, weights: list[torch.Tensor]) -> int:
     rows = torch.ones(1, dtype=torch.int64, device=bits.device)
     for weight in weights[:-1]:
         rows = (rows[:, None] * weight[None, :]).reshape(-1)
-    step = max(1, _CHUNK_ELEMENTS // max(1, columns.numel()))
+    most = _CHUNK_ELEMENTS if bits.device.type == "cpu" else _CHUNK_ELEMENTS_GPU
+    step = max(1, most // max(1, columns.numel()))
     table = bits.reshape(-1, columns.numel())
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, table.shape[0], step):
         wide = table[first : first + step].to(torch.int64)
         inner = torch.mv(wide, columns) if wide.device.type == "cpu" else (wide * columns).sum(1)
-        total += int((inner * rows[first : first + step]).sum())
-    return total & _MASK
+        total += (inner * rows[first : first + step]).sum()  # wraps, as it should
+    return int(total) & _MASK
 
 
 @functools.lru_cache(maxsize=256)  # layers share shapes, and a state's kinds share dims

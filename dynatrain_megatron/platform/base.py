@@ -1,7 +1,8 @@
 """What a device platform is: the device, the backend and the figures that differ between them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from dynatrain_megatron.platform.links import DeviceLinks
@@ -23,6 +24,15 @@ class Platform(ABC):
     @abstractmethod
     def device(self) -> "torch.device":
         """The device that new tensors of this rank live on."""
+
+    @abstractmethod
+    def take_device(self, local_rank: int) -> None:
+        """Work from now on, in this thread, on the device of this place on the host."""
+
+    @contextmanager
+    def only_told_of_errors(self) -> Iterator[None]:
+        """Groups made inside tell who uses them of errors, and end no process; here all do."""
+        yield
 
     @abstractmethod
     def default_flags(self, argv: Sequence[str]) -> list[str]:

@@ -53,6 +53,9 @@ class CpuPlatform(Platform):
     def synchronize(self) -> None:
         """Nothing is queued on a CPU."""
 
+    def take_device(self, local_rank: int) -> None:
+        """All ranks share the one there is."""
+
     def empty_cache(self) -> None:
         """Give freed memory back to the system."""
         memory.release_unused()

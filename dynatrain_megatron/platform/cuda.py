@@ -1,6 +1,8 @@
 """The CUDA platform: torch as it is, behind the interface that the CPU platform has too."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -33,6 +35,24 @@ class CudaPlatform(Platform):
     def device(self) -> torch.device:
         """The current GPU."""
         return torch.device("cuda", torch.cuda.current_device())
+
+    def take_device(self, local_rank: int) -> None:
+        """Make the GPU of that number the current one."""
+        torch.cuda.set_device(local_rank)
+
+    @contextmanager
+    def only_told_of_errors(self) -> Iterator[None]:
+        """NCCL's watchdog ends the process otherwise, a minute after a peer was lost."""
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(name)
+        os.environ[name] = "0"  # which a group reads as it is made
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
     def default_flags(self, argv: Sequence[str]) -> list[str]:
         """None: Megatron's own defaults are made for GPUs."""

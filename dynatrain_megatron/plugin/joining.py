@@ -18,6 +18,7 @@ from dynatrain_megatron.config import DynaTrainConfig, from_json, to_json
 from dynatrain_megatron.elastic import fake
 from dynatrain_megatron.elastic.directory import JobCard
 from dynatrain_megatron.elastic.store import StoreAddress
+from dynatrain_megatron.platform import current as current_platform
 
 _OWN = ("rank", "world_size", "local_rank")
 """Arguments that differ among the processes of a job."""
@@ -57,7 +58,11 @@ class Joining:
         self.config = replace(job, elastic=own, platform=config.platform, faults=config.faults)
 
     def enter_fake_world(self) -> None:
-        """Be the last rank of the launch's world, before Megatron looks; once a process."""
+        """Be the last rank of the launch's world, before Megatron looks; once a process.
+
+        Megatron takes this process's GPU only where it starts the world itself.
+        """
+        current_platform().take_device(int(os.environ.get("LOCAL_RANK", "0")))
         world = self.card.world
         os.environ.update(RANK=str(world - 1), WORLD_SIZE=str(world))
         fake.enter(world - 1, world)

@@ -129,7 +129,7 @@ class Membership:
         self._store = store
         self._check = check
         if overlap is Overlap.boundary:  # the job makes its part of the groups in many steps
-            wire = replace(wire, agree_s=max(wire.agree_s, timeout_s))
+            wire = replace(wire, agree_s=max(wire.agree_s, timeout_s), connects=True)
         self._wire = wire
         self._run_dir = run_dir
         self._overlap = overlap
@@ -274,8 +274,12 @@ class Membership:
             prepared = prepare(self._job, pending.posted.change, target)
             if self._overlap is not Overlap.off and prepared.needs_building:
                 trains = self._job.built is not None
-                gate = Gate() if self._overlap is Overlap.boundary and trains else None
-                pending.building = start_building(prepared, self._store, self._wire, gate)
+                gate, wire = None, self._wire
+                if self._overlap is Overlap.boundary and trains:
+                    gate = Gate()
+                elif self._overlap is Overlap.boundary:  # the others train between two groups
+                    wire = replace(wire, connect_s=max(wire.connect_s, self._timeout_s))
+                pending.building = start_building(prepared, self._store, wire, gate)
                 pending.gate = gate
             pending.prepared = prepared
         except WorldError:  # an earlier build has not ended yet: again at the next boundary

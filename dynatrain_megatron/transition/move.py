@@ -28,6 +28,7 @@ from dynatrain_megatron.engine import (
 from dynatrain_megatron.engine.fingerprint import Checked, Sums, check_received
 from dynatrain_megatron.engine.holdings import Holdings
 from dynatrain_megatron.engine.memory import Ledger, free
+from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
 from dynatrain_megatron.planner.staged import StagedPlan
@@ -145,7 +146,9 @@ class Move:
                 found = check_received(plan, given, got, transport, timeout_s=timeout_s)
                 self.checked.append((plan, found))
             elif verify is Verify.off and self.frees:
-                transport.all_gather(b"", timeout_s=timeout_s)
+                answers = transport.all_gather(b"well", timeout_s=timeout_s)
+                if answers != [b"well"] * transport.size:  # one that was given up says so of none
+                    raise TransitionError("the transfer was given up while it was waited for")
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -152,6 +152,7 @@ def switch(
             if before is not None:
                 before.end()  # of other processes; no switch under way uses it
         job.at_stake = run.at_stake()
+        run.connect()
         run.move()
         with phase("vote", "all ranks ready to commit"):
             attempt.vote(timeout_s=options.decide_s)
@@ -244,6 +245,8 @@ def _give_up(run: _Switch, attempt: Attempt, reason: str) -> str:
     job, moved = run.job, run.moving
     with contextlib.suppress(WorldError):
         reason = attempt.abort(reason)
+    for world in job.at_stake:
+        world.give_up()
     with contextlib.suppress(WorldError):
         attempt.say_finished(0 if moved is None else moved.finished)
     run.restore_host()
@@ -303,7 +306,6 @@ class _Switch:
         self._undo: list[Callable[[], object]] = []
         self._is_bridge_gone = False
         self._context = contextlib.ExitStack()
-        self._free = Free.now()
         self._ready: _Ready | None = None
         self._dormant: Built | None = None
         self._gradients: Dropped | None = None
@@ -322,6 +324,18 @@ class _Switch:
         return (self.bridge.world, *target, *dormant)
 
     # -- until the vote ----------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Let new groups of the target connect that have not; collective over its processes."""
+        assert self.worlds is not None
+        world = self.worlds.world
+        if world is not None and world.connects_late:
+            with self.phase("groups", "process groups connected"):
+                current_platform().empty_cache()  # of which their buffers are no part
+                with whereabouts.waiting("process groups to connect"):
+                    device = current_platform().device
+                    world.connect(device, timeout_s=self.options.connect_s)
+        self._free = Free.now()
 
     def move(self) -> None:
         """All that can fail; collective over the bridge."""

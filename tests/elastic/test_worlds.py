@@ -287,6 +287,51 @@ def test_a_world_that_is_built_has_the_timeout_of_training(store: StoreAddress) 
     run_ranks(2, worker, timeout_s=60)
 
 
+def test_groups_that_connect_late_do_when_they_are_asked_to(
+    store: StoreAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's do; gloo's stand in for them here."""
+    monkeypatch.setattr(live, "_CONNECT_LATE", ("gloo",))
+
+    def worker(number: int) -> str:
+        p = Process(store, number, 2)
+        build_it = p.start("late", [0, 1], lambda maker: [maker(), maker([number])])
+        new = build_it.result(timeout_s=20)
+        assert new.connects_late
+        new.install()
+        if number:
+            time.sleep(0.5)
+        new.connect(torch.device("cpu"), timeout_s=10)
+        if number:  # one that does not come
+            time.sleep(2)
+        else:
+            with pytest.raises(WorldError, match="does not connect"):
+                new.connect(torch.device("cpu"), timeout_s=0.5)
+        return "done"
+
+    assert run_ranks(2, worker, timeout_s=60) == ["done"] * 2
+
+
+def test_groups_made_afterwards_have_one_name_on_all_processes(store: StoreAddress) -> None:
+    """Also where the world's last group was not one of this process."""
+
+    def worker(number: int) -> str:
+        p = Process(store, number, 2)
+        new = p.start("uneven", [0, 1], lambda maker: [maker(), maker([0])]).result(timeout_s=20)
+        new.install()
+        later = dist.new_group([0, 1])
+        summed = torch.ones(1)
+        dist.all_reduce(summed, group=later)
+        assert int(summed) == 2
+        name = str(later.group_name)
+        dist.barrier()
+        new.end()
+        return name
+
+    first, second = run_ranks(2, worker, timeout_s=60)
+    assert first == second
+
+
 def test_a_world_that_nobody_wants_any_more_ends_when_it_is_built(store: StoreAddress) -> None:
     def worker(number: int) -> None:
         p = Process(store, number, 2)

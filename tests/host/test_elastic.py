@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from dynatrain_megatron.cli import main
+from dynatrain_megatron.elastic import live
 from dynatrain_megatron.elastic.control import JobFile
 from dynatrain_megatron.elastic.directory import Directory, JobCard
 from dynatrain_megatron.elastic.endpoint import asked
@@ -344,8 +345,14 @@ def test_parked_faulty_and_moved_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.host
-def test_a_policy_follows_who_comes_and_who_goes(tmp_path: Path) -> None:
-    """Nobody asks for anything: one more process is taken in, one told to go is let go."""
+def test_a_policy_follows_who_comes_and_who_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks for anything: one more process is taken in, one told to go is let go.
+
+    Groups are made a few at each boundary, and connected, as NCCL's have to be.
+    """
+    monkeypatch.setattr(live, "_CONNECT_LATE", ("gloo",))
 
     def drive(driver: Driver) -> None:
         driver.let_start(2)

@@ -53,7 +53,7 @@ ELSEWHERE = [
 ]
 
 
-def refusal(argv: list[str]) -> SwitchRefused | None:
+def refusal(argv: list[str], source: str = "dp2", target: str = "tp2") -> SwitchRefused | None:
     """What the table says to Megatron's own parse of a command line."""
     from megatron.training.arguments import parse_args
 
@@ -62,7 +62,7 @@ def refusal(argv: list[str]) -> SwitchRefused | None:
     if args.yaml_cfg is None:
         args.dataloader_type = args.dataloader_type or "single"  # as Megatron's validation does
     try:
-        check_supported(args, ParallelLayout(dp=2), ParallelLayout(tp=2))
+        check_supported(args, ParallelLayout.parse(source), ParallelLayout.parse(target))
     except SwitchRefused as error:
         return error
     return None
@@ -120,6 +120,27 @@ def test_an_option_that_the_target_would_turn_on_is_refused() -> None:
 
     (reason,) = run_ranks(1, worker)
     assert reason.startswith("--tensor-parallel-num-weight-shards 4 is not supported in a switch")
+
+
+@pytest.mark.host
+def test_what_is_mixed_or_kept_by_groups_is_refused_where_it_is_in_use() -> None:
+    flex = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"]
+    mixed = ["--moe-mlp-glu-interleave-size", "32"]
+
+    def worker(rank: int) -> list[str]:
+        assert refusal([*TINY_LLAMA, *flex[2:]]) is None  # what idles
+        assert refusal([*TINY_LLAMA, *mixed], "ep2-dp2", "pp2-dp2") is None
+        return [
+            str(refusal([*TINY_LLAMA, *flex])),
+            str(refusal([*TINY_LLAMA, *mixed], "dp2", "tp2")),
+            str(refusal([*TINY_LLAMA, *mixed], "tp2-etp1", "tp2-etp2")),
+        ]
+
+    ((kept, by_tp, by_etp),) = run_ranks(1, worker)
+    assert kept.startswith("--moe-flex-dispatcher-backend deepep is not supported in a switch")
+    for told in (by_tp, by_etp):
+        assert told.startswith("--moe-mlp-glu-interleave-size 32 mixes the rows")
+        assert "cut in 1 now and would be in 2" in told
 
 
 @pytest.mark.host

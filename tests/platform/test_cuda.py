@@ -1,10 +1,13 @@
 """The CUDA platform on a machine that has a GPU, in a process of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dynatrain_megatron.platform.cuda import CudaPlatform
 
 PROGRAM = """
 from dynatrain_megatron import platform
@@ -44,3 +47,16 @@ def test_the_cuda_platform_is_torch_as_it_is() -> None:
         timeout=280,
     )
     assert done.returncode == 0 and "all seen" in done.stdout, done.stderr
+
+
+def test_groups_made_for_a_switch_alone_end_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    here = CudaPlatform.__new__(CudaPlatform)  # needs no GPU for that
+    for before in (None, "3"):
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+        with pytest.raises(ValueError, match="on purpose"), here.only_told_of_errors():
+            assert os.environ[name] == "0"
+            raise ValueError("on purpose")
+        assert os.environ.get(name) == before
