@@ -1,0 +1,74 @@
+"""Models of Transformer Engine's modules, trained by its Adam: switched, bit for bit.
+
+The package is real, its kernels are imitated (:mod:`.te_on_cpu`). It has to be built for that,
+which takes a quarter of an hour: scripts/setup_te.sh.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.host import around, oracle, te_on_cpu, tours
+from tests.ranks import TINY_LLAMA, run_megatron
+
+pytestmark = [
+    pytest.mark.host,
+    pytest.mark.skipif(
+        find_spec("transformer_engine_torch") is None,
+        reason="Transformer Engine is not here: scripts/setup_te.sh builds it",
+    ),
+]
+
+FLAGS = [*te_on_cpu.FLAGS, "--use-distributed-optimizer", "--init-method-std", "0.2"]
+_EXPERTS = [
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
+    *("--moe-token-dispatcher-type", "alltoall", "--moe-router-dtype", "fp32"),
+    "--moe-grouped-gemm",
+]
+
+
+class Case(NamedTuple):
+    """A model and the layouts it is taken through, first to last."""
+
+    flags: list[str]
+    tour: list[str]
+
+
+CASES = {
+    "dense, bf16": Case(
+        [*TINY_LLAMA, "--bf16"], [*tours.every_pair(["dp2", "tp2", "pp2", "cp2"]), "tp2-sp"]
+    ),
+    "dense, float32, layer norms with biases": Case(
+        [flag for flag in TINY_LLAMA if flag not in ("--normalization", "RMSNorm")],
+        ["dp2", "tp2-sp", "pp2", "tp2", "pp2-vpp2", "dp2"],
+    ),
+    "grouped experts, bf16": Case(
+        [*TINY_LLAMA, *_EXPERTS, "--bf16"], tours.every_pair(["dp2", "ep2-dp2", "pp2"])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_switches_are_bit_equal_to_save_and_reshard(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    pairs = oracle.run_tour(2, [*case.flags, *FLAGS], case.tour, tmp_path, inside=te_on_cpu.use)
+    assert pairs == list(pairwise(case.tour))
+
+
+def test_losses_equal_the_run_that_never_switched(tmp_path: Path) -> None:
+    tour = ["dp2", "tp2", "cp2", "tp2-sp", "pp2"]
+    flags = [*TINY_LLAMA, *FLAGS, "--train-iters", "10"]
+    flags += ["--data-cache-path", str(tmp_path / "cache")]
+    switches = [f"{{iteration: {2 * i}, layout: {to}}}" for i, to in enumerate(tour) if i]
+    for name, own in (("static", []), ("switched", [f"schedule=[{', '.join(switches)}]"])):
+        run_megatron(2, flags, own, tmp_path / name, inside=te_on_cpu.use)
+    expected, got = around.steps(tmp_path / "static"), around.steps(tmp_path / "switched")
+    assert [step["layout"] for step in got] == [layout for layout in tour for _ in range(2)]
+    for a, b in zip(expected, got, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6), (a, b)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5), (a, b)
