@@ -11,9 +11,10 @@ import pytest
 
 from dynatrain_megatron.cli import demo_runs
 from dynatrain_megatron.cli.demo_data import TextDataset
-from dynatrain_megatron.cli.demo_runs import Job, JobFailed, Step, follow_steps, run_job
+from dynatrain_megatron.cli.demo_runs import Job, JobFailed, follow_steps, run_job
 from dynatrain_megatron.config import split_argv
 from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.observe.report import Step
 from tests.composed import config_of
 
 LINE = '{"iteration": %d, "loss": 2.5, "grad_norm": null, "layout": "tp2"}\n'
