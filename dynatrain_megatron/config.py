@@ -206,9 +206,9 @@ class ElasticConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 _refuse(f"elastic.{name}", value)
-        if self.store != "auto" and not _is_address(self.store):
+        if self.store != "auto" and not is_address(self.store):
             _refuse("elastic.store", self.store)
-        if self.join is not None and not _is_address(self.join):
+        if self.join is not None and not is_address(self.join):
             _refuse("elastic.join", self.join)
         if self.leave_signal is not None and self.leave_signal not in _SIGNALS:
             _refuse("elastic.leave_signal", self.leave_signal)
@@ -243,7 +243,8 @@ class ControlConfig:
             _refuse("control.metrics_host", self.metrics_host)
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether it is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16
 
@@ -413,23 +414,18 @@ def split_argv(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 class Composed(NamedTuple):
-    """A configuration, and itself as YAML."""
+    """A configuration, and itself as YAML: what ``cfg=job`` shows."""
 
     config: DynaTrainConfig
     text: str
 
 
-def compose(overrides: Sequence[str], config_dir: Path | None = None) -> DynaTrainConfig:
+def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
     """The configuration of a job that Hydra overrides such as ``engine.staging_mib=64`` describe.
 
     ``config_dir`` has presets of the user's own. Where a key is given twice the later one counts.
     Raises ConfigError for every mistake.
     """
-    return compose_shown(overrides, config_dir).config
-
-
-def compose_shown(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
-    """What :func:`compose` gives, and what ``cfg=job`` shows of it."""
     composed = _compose(overrides, config_dir)
     if composed.config.model is not None:
         raise ConfigError(

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from dynatrain_megatron.cli import main
 from dynatrain_megatron.cli.fingerprint import _switch as switch_of
-from dynatrain_megatron.config import DynaTrainConfig, ScheduleStep, compose
+from dynatrain_megatron.config import DynaTrainConfig, ScheduleStep
 from dynatrain_megatron.elastic import control
 from dynatrain_megatron.elastic.control import JobFile, opened, signed
 from dynatrain_megatron.elastic.directory import Directory, JobCard
@@ -44,6 +44,7 @@ from dynatrain_megatron.plugin.leader import Leader
 from dynatrain_megatron.transition.posted import Board
 from tests.adapters.test_saved_state import example as saved_tensors
 from tests.adapters.test_saved_state import write as write_checkpoint
+from tests.composed import config_of
 from tests.layout.strategies import parallel_layouts
 
 DEEP = "[" * 100_000
@@ -141,7 +142,7 @@ def test_any_schedule_is_one_or_refused(entries: list[Any], target: Any, at: Any
 def test_an_override_out_of_all_bounds_is_refused(override: str) -> None:
     overrides = [override, *(["switch_at=2"] if override.startswith("target") else [])]
     with pytest.raises(ConfigError):
-        config = compose(overrides)
+        config = config_of(overrides)
         read_topology_file(config.topology)
 
 
@@ -397,7 +398,7 @@ def test_any_preset_file_is_read_or_refused(tmp_path: Path, group: str, content:
     (tmp_path / group / "mine.yaml").write_bytes(content)
     override = ["target=mine", "switch_at=2"] if group == "layout" else [f"{group}=mine"]
     with refused_in_one_line(ConfigError):
-        config = compose(override, tmp_path)
+        config = config_of(override, tmp_path)
         if not isinstance(config.topology, str):
             read_topology_file(config.topology)
 

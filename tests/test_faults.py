@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 
 from dynatrain_megatron import faults
-from dynatrain_megatron.config import compose
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.faults import Fault, InjectedFault, Kind, Phase, inject, takes_flip
+from tests.composed import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def disarmed() -> Iterator[None]:
 
 
 def written(text: str) -> tuple[Fault, ...]:
-    return compose([f"faults={text}"]).planned_faults()
+    return config_of([f"faults={text}"]).planned_faults()
 
 
 def test_no_fault_is_the_default() -> None:
-    assert compose([]).planned_faults() == ()
+    assert config_of([]).planned_faults() == ()
     for phase in Phase:
         inject(phase, 0)
     assert not takes_flip(0)

@@ -19,9 +19,7 @@ from dynatrain_megatron.adapters.batches import constant_batch_size
 from dynatrain_megatron.adapters.hybrid import pattern_of
 from dynatrain_megatron.errors import LayoutError
 from dynatrain_megatron.layout import ModelShape, ParallelLayout
-
-_RANK_ORDERS = {"tp-cp-ep-dp-pp": False, "tp-cp-ep-pp-dp": True}
-"""Megatron's rank orders and the value of --use-tp-pp-dp-mapping that gives each."""
+from dynatrain_megatron.shapes.flags import RANK_ORDERS, rank_order
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,10 @@ class LaunchArguments:
         """
         from megatron.training import arguments as host
 
-        if layout.order not in _RANK_ORDERS:
+        if layout.order not in RANK_ORDERS:
             raise LayoutError(
                 f"order={layout.order} is not a rank order of Megatron's training script; it has "
-                f"{' and '.join(_RANK_ORDERS)} (--use-tp-pp-dp-mapping)"
+                f"{' and '.join(RANK_ORDERS)} (--use-tp-pp-dp-mapping)"
             )
         args = copy.deepcopy(self.parsed)
         vars(args).update(_layout_fields(layout, args))
@@ -100,7 +98,7 @@ def _layout_fields(layout: ParallelLayout, parsed: Namespace) -> dict[str, Any]:
         "overlap_param_gather": parsed.overlap_param_gather and layout.dist_opt,
         "num_distributed_optimizer_instances": layout.instances,
         "micro_batch_size": layout.mbs,
-        "use_tp_pp_dp_mapping": _RANK_ORDERS[layout.order],
+        "use_tp_pp_dp_mapping": RANK_ORDERS[layout.order],
     }
     pattern = parsed.hybrid_layer_pattern or parsed.hybrid_override_pattern
     if pattern is not None:
@@ -131,11 +129,6 @@ def _check_full_validation(layout: ParallelLayout, args: Namespace) -> None:
             f"--full-validation reads single samples, but in layout {layout} ranks expect "
             f"micro-batches of {args.eval_micro_batch_size}; add --eval-micro-batch-size 1"
         )
-
-
-def rank_order(args: Namespace) -> str:
-    """The rank order of validated arguments."""
-    return next(o for o, mapped in _RANK_ORDERS.items() if mapped == args.use_tp_pp_dp_mapping)
 
 
 def layout_of(args: Namespace, launch: LaunchArguments) -> ParallelLayout:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dynatrain_megatron.adapters.arguments import rank_order
 from dynatrain_megatron.elastic.fake import fake_world
+from dynatrain_megatron.shapes.flags import rank_order
 
 RanksFunction = Callable[[list[int]], list[int]] | None
 """Which ranks of a pipeline hold the (position) embedding; ``None`` for Megatron's default."""

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from dynatrain_megatron.adapters import groups
+from dynatrain_megatron.adapters.arguments import replace_in_place
 from dynatrain_megatron.adapters.job import Iterators, Job
 from dynatrain_megatron.adapters.samplers import replaying
 from dynatrain_megatron.adapters.state import HostState, hyperparameters, take_hyperparameters
@@ -78,7 +79,7 @@ def host_context(job: Job) -> Iterator[None]:
     from megatron.core import num_microbatches_calculator as batches
     from megatron.core.tensor_parallel import random as streams
 
-    args, config = dict(vars(job.args)), _alias(job.config)
+    args, config = Namespace(**vars(job.args)), _alias(job.config)
     in_force = groups.capture()
     calculator = batches._GLOBAL_NUM_MICROBATCHES_CALCULATOR
     tracker = streams.get_cuda_rng_tracker().get_states()
@@ -86,8 +87,7 @@ def host_context(job: Job) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        vars(job.args).clear()
-        vars(job.args).update(args)
+        replace_in_place(job.args, args)
         become(job.config, config)
         groups.install(in_force)
         batches._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator

@@ -321,13 +321,3 @@ def _check_local_attention(args: Namespace, source: ParallelLayout, target: Para
                 f"run without {flag}, on GPUs with --transformer-impl transformer_engine, or stay "
                 f"in layout {source}",
             )
-
-
-def options_table() -> str:
-    """The table as Markdown, sorted by fate; docs/options.md holds it."""
-    rows = ["| option | flag | a switch | how, or why |", "|---|---|---|---|"]
-    for fate in Fate:
-        for row in OPTIONS:
-            if row.fate is fate:
-                rows.append(f"| {row.what} | `{row.flag}` | {fate} | {row.how} |")
-    return "\n".join(rows) + "\n"

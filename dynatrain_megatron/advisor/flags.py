@@ -15,54 +15,20 @@ from typing import Any
 from dynatrain_megatron.advisor.workload import ElementBytes, Recompute, Workload
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.shapes import Model
-from dynatrain_megatron.shapes.flags import (
-    FlagParser,
-    count,
-    default_ffn,
-    experts,
-    flag_of,
-    latent_attention,
-    padded_vocab,
-)
+from dynatrain_megatron.shapes.flags import FlagParser, flag_of, rank_order, sizes
 
 _FLOAT32, _HALF = 4, 2
 
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-_COUNTS: dict[str, int | None] = {
-    **dict.fromkeys(_NEEDED),
-    "num_query_groups": 1,
-    "ffn_hidden_size": None,
-    "kv_channels": None,
-    "vocab_size": None,
-    "make_vocab_size_divisible_by": 128,
-    "seq_length": None,
-    "global_batch_size": None,
-    "micro_batch_size": 1,
-    "num_experts": None,
-    "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_router_topk": 2,
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "mtp_num_layers": None,
-    "tensor_model_parallel_size": 1,
-    "num_distributed_optimizer_instances": 1,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-}
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
+_COUNTS = dict.fromkeys(
+    ("mtp_num_layers", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+)
 _SWITCHES = (
-    *("group_query_attention", "swiglu", "untie_embeddings_and_output_weights"),
-    *("multi_latent_attention", "moe_router_enable_expert_bias", "sequence_parallel"),
-    *("use_distributed_optimizer", "use_tp_pp_dp_mapping", "bf16", "fp16", "grad_reduce_in_bf16"),
-    *("accumulate_allreduce_grads_in_fp32", "account_for_embedding_in_pipeline_split"),
-    *("account_for_loss_in_pipeline_split", "recompute_activations"),
+    *("bf16", "fp16", "grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "recompute_activations",
 )
 _TEXTS = {
-    "moe_layer_freq": "1",
     "optimizer": "adam",
     "recompute_granularity": None,
     "transformer_impl": "transformer_engine",
@@ -75,17 +41,10 @@ _SGD_MOMENTUM = 0.9
 
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """The flags that count, under Megatron's names; raises ConfigError for values of no use."""
-    parser = FlagParser()
-    for name, default in _COUNTS.items():
-        parser.add_argument(flag_of(name), type=count, default=default)
-    for name in _SWITCHES:
-        parser.add_argument(flag_of(name), action="store_true")
-    for name, text in _TEXTS.items():
-        parser.add_argument(flag_of(name), default=text)
+    parser = FlagParser(_COUNTS, _SWITCHES, _TEXTS)
     parser.add_argument(flag_of("sgd_momentum"), type=float, default=_SGD_MOMENTUM)
     args, _ = parser.parse_known_args(list(argv))
-    needed = (*_NEEDED, "vocab_size", "seq_length")
-    missing = [flag_of(name) for name in needed if getattr(args, name) is None]
+    missing = [flag_of(name) for name in _NEEDED if getattr(args, name) is None]
     if missing:
         raise ConfigError(
             f"Megatron flags: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; "
@@ -109,7 +68,7 @@ def layout_options(args: Any) -> ParallelLayout:
         dist_opt=args.use_distributed_optimizer,
         instances=instances,
         mbs=args.micro_batch_size,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        order=rank_order(args),
     )
 
 
@@ -118,8 +77,9 @@ def workload_of(args: Any, launched: Any = None) -> Workload:
 
     A job's own may have lost the flags that place layers on stages, which mean nothing in some
     layouts: they are then those of ``launched``, the flags as parsed at launch. Raises ConfigError
-    for models whose memory is not estimated: Hybrid ones, multi-token prediction, dense layers
-    between expert layers, latent attention without a query rank, optimizers but Adam and SGD.
+    for sizes that do not divide each other, and for models whose memory is not estimated: Hybrid
+    ones, multi-token prediction, dense layers between expert layers, latent attention without a
+    query rank, optimizers but Adam and SGD.
     """
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "mtp_num_layers"):
         value = getattr(args, name, None)
@@ -128,24 +88,8 @@ def workload_of(args: Any, launched: Any = None) -> Workload:
                 f"{flag_of(name)} {value}: the memory of such a model is not estimated; leave it "
                 f"out for an estimate without it, or name layouts yourself"
             )
-    gated = bool(args.swiglu)
-    ffn = args.ffn_hidden_size or default_ffn(args.hidden_size, gated)
-    heads = args.num_attention_heads
-    model = Model(
-        num_layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn=ffn,
-        heads=heads,
-        groups=args.num_query_groups if args.group_query_attention else heads,
-        head=args.kv_channels or max(1, args.hidden_size // heads),
-        vocab=padded_vocab(args),
-        tied=not args.untie_embeddings_and_output_weights,
-        gated=gated,
-        latent=latent_attention(args),
-        experts=experts(args, ffn),
-    )
     return Workload(
-        model=model,
+        model=sizes(args),
         seq_length=args.seq_length,
         global_batch_size=args.global_batch_size,
         recompute=Recompute(_granularity(args)),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynatrain_megatron.ahead.flags import JobFlags, read_flags
-from dynatrain_megatron.config import DynaTrainConfig, EnginePlacement, EnginePromote
+from dynatrain_megatron.config import DynaTrainConfig, EnginePlacement
 from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import ModelShape, ParallelLayout, derive, read_changes
 from dynatrain_megatron.planner import PlanOptions, Topology, TopologyFile, read_topology_file
@@ -63,7 +63,7 @@ def read_cases(
     model = _model(config, job)
     source = _source(config, job, world)
     topology_file = None if config.topology == "auto" else read_topology_file(config.topology)
-    options = plan_options(config)
+    options = PlanOptions.of(config.engine)
     _check(source, model, job, "source")
     found: list[Case | Impossible] = []
     for step in config.steps():
@@ -84,17 +84,6 @@ def read_cases(
     if not found:
         raise ConfigError("target is missing: add target=… (or schedule=…, or experiment=…)")
     return found
-
-
-def plan_options(config: DynaTrainConfig) -> PlanOptions:
-    """As a job with this configuration would plan."""
-    engine = config.engine
-    return PlanOptions(
-        staging_bytes=engine.staging_mib << 20,
-        window_ops=engine.window_ops,
-        schedule=engine.schedule,
-        relay=engine.promote is not EnginePromote.off,
-    )
 
 
 def read_layout(wanted: object, base: ParallelLayout | None = None) -> ParallelLayout:

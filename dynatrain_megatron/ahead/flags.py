@@ -8,63 +8,24 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes import Model
-from dynatrain_megatron.shapes.flags import (
-    FlagParser,
-    count,
-    default_ffn,
-    experts,
-    latent_attention,
-    padded_vocab,
-)
-from dynatrain_megatron.shapes.models import LatentAttention
+from dynatrain_megatron.shapes.flags import FlagParser, flag_of, rank_order, sizes
 
-_NUMBERS = {  # flag: default, None where it follows from others or must be given
-    "--num-layers": None,
-    "--hidden-size": None,
-    "--num-attention-heads": None,
-    "--ffn-hidden-size": None,
-    "--kv-channels": None,
-    "--num-query-groups": None,
-    "--vocab-size": None,
-    "--make-vocab-size-divisible-by": 128,
-    "--max-position-embeddings": None,
-    "--seq-length": None,
-    "--global-batch-size": None,
-    "--num-experts": None,
-    "--moe-ffn-hidden-size": None,
-    "--moe-router-topk": 2,
-    "--moe-shared-expert-intermediate-size": None,
-    "--q-lora-rank": None,
-    "--kv-lora-rank": 32,
-    "--qk-head-dim": 128,
-    "--qk-pos-emb-head-dim": 64,
-    "--v-head-dim": 128,
-    "--tensor-model-parallel-size": 1,
-    "--pipeline-model-parallel-size": 1,
-    "--num-layers-per-virtual-pipeline-stage": None,
-    "--num-virtual-stages-per-pipeline-rank": None,
-    "--context-parallel-size": 1,
-    "--expert-model-parallel-size": 1,
-    "--expert-tensor-parallel-size": None,
-    "--num-distributed-optimizer-instances": 1,
-    "--micro-batch-size": 1,
+_COUNTS = {
+    "max_position_embeddings": None,
+    "pipeline_model_parallel_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
 }
-_SWITCHES = (
-    "--group-query-attention", "--swiglu", "--disable-bias-linear", "--qk-layernorm",
-    "--untie-embeddings-and-output-weights", "--moe-router-enable-expert-bias",
-    "--multi-latent-attention", "--sequence-parallel", "--use-distributed-optimizer",
-    "--use-tp-pp-dp-mapping",
-)  # fmt: skip
-_TEXTS = {
-    "--position-embedding-type": "learned_absolute",
-    "--normalization": "LayerNorm",
-    "--moe-layer-freq": "1",
-}
+_SWITCHES = ("disable_bias_linear", "qk_layernorm")
+_TEXTS = {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm"}
 _REFUSED = (
     "--hybrid-layer-pattern", "--hybrid-override-pattern", "--mtp-num-layers", "--add-qkv-bias",
     "--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers",
@@ -110,19 +71,13 @@ def read_flags(flags: Sequence[str], world: int) -> JobFlags:
         dist_opt=args.use_distributed_optimizer,
         instances=args.num_distributed_optimizer_instances,
         mbs=args.micro_batch_size,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        order=rank_order(args),
     )
     return JobFlags(_model(args), layout, args.global_batch_size, args.seq_length)
 
 
 def _parse(flags: Sequence[str]) -> Namespace:
-    parser = FlagParser()
-    for flag, number in _NUMBERS.items():
-        parser.add_argument(flag, type=count, default=number)
-    for flag in _SWITCHES:
-        parser.add_argument(flag, action="store_true")
-    for flag, text in _TEXTS.items():
-        parser.add_argument(flag, default=text)
+    parser = FlagParser(_COUNTS, _SWITCHES, _TEXTS)
     for flag in _REFUSED:
         if any(given == flag or given.startswith(f"{flag}=") for given in flags):
             raise ConfigError(
@@ -130,9 +85,9 @@ def _parse(flags: Sequence[str]) -> Namespace:
                 f"it out for an estimate, or plan with a preset (model=…)"
             )
     args, _ = parser.parse_known_args(list(flags))
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size"):
-        if getattr(args, flag[2:].replace("-", "_")) is None:
-            raise ConfigError(f"Megatron flags: {flag} is missing, which shapes the model")
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"Megatron flags: {flag_of(name)} is missing, which shapes the model")
     return args
 
 
@@ -167,41 +122,19 @@ def model_of_job(args: Namespace) -> Model:
 
 
 def _model(args: Namespace) -> Model:
-    hidden, heads = args.hidden_size, args.num_attention_heads
-    groups = (args.num_query_groups or 1) if args.group_query_attention else heads
-    if args.kv_channels is None and hidden % heads:
-        raise ConfigError(f"--num-attention-heads {heads} must divide --hidden-size {hidden}")
-    if heads % groups:
-        raise ConfigError(f"--num-query-groups {groups} must divide --num-attention-heads {heads}")
-    ffn = args.ffn_hidden_size or default_ffn(hidden, args.swiglu)
-    learned = args.position_embedding_type == "learned_absolute"
-    if learned and args.max_position_embeddings is None:
-        raise ConfigError("Megatron flags: --max-position-embeddings is missing")
-    return Model(
-        num_layers=args.num_layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        groups=groups,
-        head=args.kv_channels or hidden // heads,
-        vocab=padded_vocab(args),
-        tied=not args.untie_embeddings_and_output_weights,
-        gated=args.swiglu,
-        biases=not args.disable_bias_linear,
-        norm_biases=args.normalization == "LayerNorm",
-        positions=args.max_position_embeddings if learned else 0,
-        qk_norm=args.qk_layernorm and not args.multi_latent_attention,
-        latent=_latent(args),
-        experts=experts(args, ffn),
-    )
-
-
-def _latent(args: Namespace) -> LatentAttention | None:
-    if not args.multi_latent_attention:
-        return None
-    if args.q_lora_rank is None or not args.qk_layernorm:
+    latent = args.multi_latent_attention
+    if latent and (args.q_lora_rank is None or not args.qk_layernorm):
         raise ConfigError(
             "--multi-latent-attention is known with --q-lora-rank and --qk-layernorm only; add "
             "them for an estimate"
         )
-    return latent_attention(args)
+    learned = args.position_embedding_type == "learned_absolute"
+    if learned and args.max_position_embeddings is None:
+        raise ConfigError("Megatron flags: --max-position-embeddings is missing")
+    return replace(
+        sizes(args),
+        biases=not args.disable_bias_linear,
+        norm_biases=args.normalization == "LayerNorm",
+        positions=args.max_position_embeddings if learned else 0,
+        qk_norm=args.qk_layernorm and not latent,
+    )

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dynatrain_megatron.cli.numbers import count
 from dynatrain_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         "configuration alone. After --: a job's Megatron flags instead of model and source",
     )
     parser.add_argument(
-        "--world", type=_count, metavar="N", help="ranks of the job whose Megatron flags are given"
+        "--world", type=count, metavar="N", help="ranks of the job whose Megatron flags are given"
     )
     parser.add_argument(
         "--weights-only",
@@ -61,12 +62,6 @@ def compose_on(
     if composed.config.topology == "auto":
         composed = compose_ahead([topology, *overrides], config_dir)
     return composed
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 8 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks")
-    return int(text)
 
 
 def _share(text: str) -> float:

@@ -3,7 +3,7 @@
 The first run keeps its layout; the second changes it four times while it trains, in memory:
 TP2·DP2 → PP2·DP2 → TP4 → PP4 → DP4. The text is Python's own standard library. Shown are, for
 each switch, how long training stood still, the bytes moved against the least possible, and how
-far the losses are from the run that never switched. Takes a few minutes on two cores.
+far the losses are from the run that never switched. Takes one to two minutes on two cores.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dynatrain_megatron import __version__
 from dynatrain_megatron.cli import demo_data, demo_report, demo_runs
 from dynatrain_megatron.errors import ConfigError
 from dynatrain_megatron.layout import ParallelLayout
-from dynatrain_megatron.observe.report import ChartsUnavailable, read_run, write_report
+from dynatrain_megatron.observe.report import ChartsUnavailable, Run, Step, read_run, write_report
 
 SUMMARY = "train twice on CPU ranks, once with four layout switches, and compare"
 
@@ -80,13 +80,11 @@ def run(args: argparse.Namespace) -> int:
         )
         with _shown(progress, job.name, args.iterations) as reporter:
             demo_runs.run_job(job, reporter.step)
+    static, switched = (read_run(runs[name]) for name in RUNS)
     result = demo_report.compare(
-        runs["static"],
-        runs["switched"],
-        iterations=args.iterations,
-        switches=len(schedule),
+        static, switched, iterations=args.iterations, switches=len(schedule)
     )
-    report = _write_report(runs, out / REPORT, progress)
+    report = _write_report(switched, static, out / REPORT, progress)
     told = demo_report.as_json(result, runs, time.monotonic() - started)
     told["report"] = None if report is None else str(report)
     (out / MARKER).write_text(json.dumps({"dynatrain": __version__, "result": told}, indent=2))
@@ -135,11 +133,11 @@ def _iterations(text: str) -> int:
     return int(text)
 
 
-def _write_report(runs: dict[str, Path], out: Path, progress: Console) -> Path | None:
+def _write_report(switched: Run, static: Run, out: Path, progress: Console) -> Path | None:
     """The page of the switched run beside the static one; None, and why, without matplotlib."""
     try:
         with progress.status("Drawing the report …"):
-            return write_report(read_run(runs["switched"]), read_run(runs["static"]), out).page
+            return write_report(switched, static, out).page
     except ChartsUnavailable as error:
         progress.print(f"No report: {error}", highlight=False, soft_wrap=True)
         return None
@@ -168,7 +166,7 @@ class _Bar:
         self._name = name
         self._task = progress.add_task(f"{name}: starting {WORLD} ranks", total=total)
 
-    def step(self, step: demo_runs.Step) -> None:
+    def step(self, step: Step) -> None:
         """Move the bar on and show the layout in force."""
         self._progress.update(
             self._task,
@@ -190,7 +188,7 @@ class _Lines:
         self._last = 0.0
         self._say(f"starting {WORLD} ranks")
 
-    def step(self, step: demo_runs.Step) -> None:
+    def step(self, step: Step) -> None:
         """Tell of the first step in a layout, of the last step, and of one in a while."""
         overdue = time.monotonic() - self._last > self.INTERVAL_S
         if overdue or step.layout != self._layout or step.iteration == self._total:

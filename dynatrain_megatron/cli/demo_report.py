@@ -1,8 +1,7 @@
 """What the demo found: the two runs compared, as a table for people and as JSON for programs."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dynatrain_megatron.cli.demo_runs import Step, parse_step
 from dynatrain_megatron.errors import DynaTrainError
-from dynatrain_megatron.observe.report import relative_difference
+from dynatrain_megatron.observe.records import EVENTS, STEPS
+from dynatrain_megatron.observe.report import Refusal, Run, Switch, finite, relative_difference
 from dynatrain_megatron.observe.units import duration, size
 
 TOLERANCE = 1e-6
@@ -21,35 +20,15 @@ TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
-    """A switch as events.jsonl tells it, and how the steps after it compare.
+class Comparison:
+    """The switched run beside the static one.
 
-    `max_loss_difference` is relative to the static run, the largest over the steps in the target
-    layout; NaN where a loss is not a number.
+    Differences of losses are relative to the static run, NaN where a loss is not a number. Each
+    switch has with it the largest over the steps in its target layout.
     """
 
-    iteration: int
-    source: str
-    target: str
-    stall_s: float
-    bytes_moved: int
-    bytes_lower_bound: int
-    max_loss_difference: float
-
-    @property
-    def bytes_ratio(self) -> float:
-        """Bytes moved by the lower bound; 1 where nothing had to move and nothing did."""
-        if self.bytes_lower_bound == 0:
-            return 1.0 if self.bytes_moved == 0 else math.inf
-        return self.bytes_moved / self.bytes_lower_bound
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The switched run beside the static one."""
-
     iterations: int
-    switches: tuple[Switch, ...]
+    switches: tuple[tuple[Switch, float], ...]
     first_loss: float
     last_loss: float
     max_loss_difference: float
@@ -60,39 +39,24 @@ class Comparison:
         return self.max_loss_difference <= TOLERANCE
 
 
-def compare(static_dir: Path, switched_dir: Path, *, iterations: int, switches: int) -> Comparison:
-    """Read both run folders and compare them.
+def compare(static: Run, switched: Run, *, iterations: int, switches: int) -> Comparison:
+    """Compare two runs of so many steps, of which one made so many switches.
 
     Raises DynaTrainError where a run lacks steps, or a switch that was asked for did not happen.
     """
-    static = _read_losses(static_dir, iterations)
-    switched = _read_losses(switched_dir, iterations)
-    difference = {
-        iteration: relative_difference(switched[iteration], loss)
-        for iteration, loss in static.items()
-    }
-    events = _read_switch_events(switched_dir, switches)
+    losses, own = _losses(static, iterations), _losses(switched, iterations)
+    difference = {at: relative_difference(own[at], loss) for at, loss in losses.items()}
+    made = _made(switched, switches)
     # A switch at N is made after step N; its layout ends with the step of the next switch.
-    ends = [int(event["iteration"]) for event in events[1:]] + [iterations]
-    rows = []
-    for event, end in zip(events, ends, strict=True):
-        start = int(event["iteration"])
-        rows.append(
-            Switch(
-                iteration=start,
-                source=event["source"],
-                target=event["target"],
-                stall_s=float(event["stall_s"]),
-                bytes_moved=int(event["bytes"]["moved"]),
-                bytes_lower_bound=int(event["bytes"]["lower_bound"]),
-                max_loss_difference=_largest(difference[i] for i in range(start + 1, end + 1)),
-            )
-        )
+    ends = [*(switch.iteration for switch in made[1:]), iterations]
     return Comparison(
         iterations=iterations,
-        switches=tuple(rows),
-        first_loss=static[1],
-        last_loss=static[iterations],
+        switches=tuple(
+            (switch, _largest(difference[at] for at in range(switch.iteration + 1, end + 1)))
+            for switch, end in zip(made, ends, strict=True)
+        ),
+        first_loss=losses[1],
+        last_loss=losses[iterations],
         max_loss_difference=_largest(difference.values()),
     )
 
@@ -103,9 +67,9 @@ def as_json(result: Comparison, runs: Mapping[str, Path], seconds: float) -> dic
         "agrees": result.agrees,
         "tolerance": TOLERANCE,
         "iterations": result.iterations,
-        "max_loss_difference": _finite(result.max_loss_difference),
-        "first_loss": _finite(result.first_loss),
-        "last_loss": _finite(result.last_loss),
+        "max_loss_difference": finite(result.max_loss_difference),
+        "first_loss": finite(result.first_loss),
+        "last_loss": finite(result.last_loss),
         "seconds": round(seconds, 1),
         "runs": {name: str(path) for name, path in runs.items()},
         "switches": [
@@ -114,12 +78,12 @@ def as_json(result: Comparison, runs: Mapping[str, Path], seconds: float) -> dic
                 "source": switch.source,
                 "target": switch.target,
                 "stall_s": switch.stall_s,
-                "bytes_moved": switch.bytes_moved,
-                "bytes_lower_bound": switch.bytes_lower_bound,
-                "bytes_ratio": _finite(switch.bytes_ratio),
-                "max_loss_difference": _finite(switch.max_loss_difference),
+                "bytes_moved": switch.moved,
+                "bytes_lower_bound": switch.lower_bound,
+                "bytes_ratio": finite(switch.bytes_ratio),
+                "max_loss_difference": finite(difference),
             }
-            for switch in result.switches
+            for switch, difference in result.switches
         ],
     }
 
@@ -132,15 +96,15 @@ def print_table(console: Console, result: Comparison) -> None:
         table.add_column(name, no_wrap=True, justify="right" if name == "iteration" else "left")
     for name in ("stall", "bytes moved", "÷ lower bound", "largest loss difference"):
         table.add_column(name, no_wrap=True, justify="right")
-    for switch in result.switches:
+    for switch, difference in result.switches:
         table.add_row(
             str(switch.iteration),
             switch.source,
             switch.target,
-            duration(switch.stall_s),
-            size(switch.bytes_moved),
-            f"{switch.bytes_ratio:.3f}",
-            f"{switch.max_loss_difference:.1e}",
+            _told(switch.stall_s, duration),
+            _told(switch.moved, size),
+            _told(switch.bytes_ratio, "{:.3f}".format),
+            f"{difference:.1e}",
         )
     console.print(table)
     verdict = "[green]agree[/]" if result.agrees else "[bold red]DIFFER[/]"
@@ -152,52 +116,44 @@ def print_table(console: Console, result: Comparison) -> None:
     )
 
 
-def _read_losses(directory: Path, iterations: int) -> dict[int, float]:
+def _losses(run: Run, iterations: int) -> dict[int, float]:
     """Loss by iteration, for every iteration from 1 on."""
-    steps: list[Step] = [parse_step(record) for record in _read_lines(directory / "steps.jsonl")]
-    found = [step.iteration for step in steps]
-    if found != list(range(1, iterations + 1)):
+    found = {step.iteration: step.loss for step in run.steps}
+    if list(found) != list(range(1, iterations + 1)):
         raise DynaTrainError(
-            f"{directory / 'steps.jsonl'} should have one line for each of the steps 1 to "
-            f"{iterations}, but has {_abbreviate(found)}"
+            f"{run.directory / STEPS} should have the steps 1 to {iterations}, but has "
+            f"{_abbreviate(list(found))}"
         )
-    return {step.iteration: step.loss for step in steps}
+    return found
 
 
-def _read_switch_events(directory: Path, expected: int) -> list[dict[str, Any]]:
+def _made(run: Run, expected: int) -> list[Switch]:
     """The switches of a run; raises DynaTrainError unless all that were expected were made."""
-    events = _read_lines(directory / "events.jsonl")
-    made = [event for event in events if event["event"] == "switch" and event["ok"]]
+    made = [switch for switch in run.switches if switch.ok]
     if len(made) != expected:
-        told = "".join(f"\n    {_why_not(e)}" for e in events if not e.get("ok", True))
+        others = (event for event in run.events if event not in made)
+        told = "".join(f"\n    iteration {each.iteration}: {_why_not(each)}" for each in others)
         raise DynaTrainError(
-            f"{len(made)} of {expected} switches were made; see {directory / 'events.jsonl'}{told}"
+            f"{len(made)} of {expected} switches were made; see {run.directory / EVENTS}{told}"
         )
     return made
 
 
-def _why_not(event: Mapping[str, Any]) -> str:
-    """One line on a switch that was refused or failed."""
-    if event["event"] != "refused":
-        return json.dumps(event)
-    return f"iteration {event['iteration']}: {event['reason']}; {event['next_step']}"
+def _why_not(event: Switch | Refusal) -> str:
+    return event.error if isinstance(event, Switch) else f"{event.reason}; {event.next_step}"
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise DynaTrainError(f"the run ended without writing {path}")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-
-
-def _largest(values: Any) -> float:
+def _largest(values: Iterable[float]) -> float:
     """max(), but NaN as soon as one value is NaN."""
-    listed: Sequence[float] = list(values)
+    listed = list(values)
     return math.nan if any(map(math.isnan, listed)) else max(listed, default=0.0)
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _told[T](value: T | None, how: Callable[[T], str]) -> str:
+    return "–" if value is None else how(value)
 
 
 def _abbreviate(numbers: Sequence[int]) -> str:
-    return f"{len(numbers)} lines ({', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)})"
+    if not numbers:
+        return "none"
+    return f"{len(numbers)} ({', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)})"

@@ -23,6 +23,7 @@ from typing import Any
 from dynatrain_megatron.cli.demo_data import END_OF_DOCUMENT, VOCAB_SIZE, TextDataset
 from dynatrain_megatron.errors import DynaTrainError
 from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.observe.report import Step
 
 ENTRY = "dynatrain_megatron.plugin.pretrain_gpt"
 POLL_S = 0.2
@@ -47,15 +48,6 @@ TRAINING_FLAGS = (
     " --use-distributed-optimizer --distributed-timeout-minutes 5"
     " --log-interval 1 --eval-iters 0 --eval-interval 1000 --num-workers 0 --split 100,0,0"
 ).split()
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One training step as steps.jsonl tells it."""
-
-    iteration: int
-    loss: float
-    layout: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import math
 import os
 import time
 from pathlib import Path
@@ -135,21 +134,3 @@ def status_of(job: RunningJob) -> dict[str, Any]:
             )
         time.sleep(0.1)
     return status
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """A number above 0, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value

@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,7 @@ from dynatrain_megatron.advisor import (
     read_flags,
     workload_of,
 )
+from dynatrain_megatron.cli.numbers import count
 from dynatrain_megatron.errors import ConfigError, DynaTrainError
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes import MODELS
@@ -72,7 +74,11 @@ class Question:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatrain layouts`."""
     parser.add_argument(
-        "--gpus", type=_gpus, required=True, metavar="N", help="number of GPUs, one for each rank"
+        "--gpus",
+        type=partial(count, most=MOST_GPUS),
+        required=True,
+        metavar="N",
+        help="number of GPUs, one for each rank",
     )
     parser.add_argument(
         "--memory",
@@ -82,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpus-per-node",
-        type=_count,
+        type=count,
         metavar="N",
         help="tensor parallel groups stay within a node (default: 8, or --gpus if fewer)",
     )
@@ -90,16 +96,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", choices=MODELS, metavar="NAME", help=f"one of {', '.join(MODELS)}"
     )
     parser.add_argument(
-        "--seq-length", type=_count, metavar="N", help="tokens of a sample (default: 4096)"
+        "--seq-length", type=count, metavar="N", help="tokens of a sample (default: 4096)"
     )
     parser.add_argument(
         "--global-batch-size",
-        type=_count,
+        type=count,
         metavar="N",
         help="samples of a step (default: about 4 million tokens, whatever the layout)",
     )
     parser.add_argument(
-        "--micro-batch-size", type=_count, metavar="N", help="samples at a time (default: 1)"
+        "--micro-batch-size", type=count, metavar="N", help="samples at a time (default: 1)"
     )
     parser.add_argument(
         "--recompute",
@@ -107,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what of the forward pass is computed again (default: none)",
     )
     parser.add_argument(
-        "--top", type=_count, default=10, metavar="K", help="how many to list (default: 10)"
+        "--top", type=count, default=10, metavar="K", help="how many to list (default: 10)"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
@@ -264,16 +270,3 @@ def _memory(text: str) -> int:
             f"{text!r:.100} is not a size; write a number and a unit, such as 80GiB"
         )
     return size
-
-
-def _gpus(text: str) -> int:
-    number = _count(text)
-    if number > MOST_GPUS:
-        raise argparse.ArgumentTypeError(f"{text!r:.100} is more than {MOST_GPUS:,}")
-    return number
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a whole number of at least 1")
-    return int(text)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dynatrain_megatron.cli import job as jobs
+from dynatrain_megatron.cli.numbers import count, seconds
 from dynatrain_megatron.errors import ConfigError, LayoutError, WorldError
 from dynatrain_megatron.layout import read_changes
 from dynatrain_megatron.observe.units import duration, size
@@ -41,16 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dynatrain switch`."""
     jobs.add_arguments(parser)
     parser.add_argument("--target", metavar="LAYOUT", help="such as tp2-pp2 or '{tp: 2, pp: 2}'")
-    parser.add_argument("--world", type=jobs.count, metavar="N", help="the number of ranks")
+    parser.add_argument("--world", type=count, metavar="N", help="the number of ranks")
     parser.add_argument(
-        "--at-iteration", type=jobs.count, metavar="I", help="not before iteration I is done"
+        "--at-iteration", type=count, metavar="I", help="not before iteration I is done"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="only ask whether it could be, change nothing"
     )
     parser.add_argument("--wait", action="store_true", help="wait until it is done, or was not")
     parser.add_argument(
-        "--timeout", type=jobs.seconds, default=600.0, metavar="S", help="of waiting (600)"
+        "--timeout", type=seconds, default=600.0, metavar="S", help="of waiting (600)"
     )
 
 

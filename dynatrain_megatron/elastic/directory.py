@@ -7,7 +7,9 @@
     …/notice/<k>             a process that has to leave
     …/beat/<uid>             a process that lives, and where it is: written anew again and again
     …/request/<k>, answer/<k>  what is asked of the job from outside, and what became of it
+    …/status                 what the job is doing, written anew again and again
     …/owner                  with whom the store ends
+    …/nobody-stays           all have to leave, and there are no others
     …/end                    the job is over, or whether it ended well
 
 Lists are numbered by counters, so that one look says whether there is something new. Everything is

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from dynatrain_megatron.config import is_address
 from dynatrain_megatron.errors import ConfigError, SwitchRefused, WorldError, shown
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ class StoreAddress:
     @classmethod
     def parse(cls, text: str) -> StoreAddress:
         """Read ``HOST:PORT``; raises :class:`ConfigError` where that is something else."""
-        host, _, port = text.rpartition(":")
-        if not (host and port.isdecimal() and len(port) < 6 and 0 < int(port) < 1 << 16):
+        if not is_address(text):
             raise ConfigError(f"a store's address is HOST:PORT, not {shown(text)}")
+        host, _, port = text.rpartition(":")
         return cls(host.strip("[]"), int(port))
 
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynatrain_megatron.config import EngineSchedule
+from dynatrain_megatron.config import EngineConfig, EnginePromote, EngineSchedule
 from dynatrain_megatron.planner.cells import grouped_order
 from dynatrain_megatron.planner.checks import check_coverage, check_messages, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
@@ -42,6 +42,16 @@ class PlanOptions:
     relay: bool = True
     relay_within_nodes: bool = True
     sources: Sources = Sources.balanced
+
+    @classmethod
+    def of(cls, engine: EngineConfig) -> PlanOptions:
+        """As a job with these settings plans."""
+        return cls(
+            staging_bytes=engine.staging_mib << 20,
+            window_ops=engine.window_ops,
+            schedule=engine.schedule,
+            relay=engine.promote is not EnginePromote.off,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from dynatrain_megatron.config import (
     FLAG,
     DynaTrainConfig,
     asks_to_show,
-    compose_shown,
+    compose,
     split_argv,
 )
 from dynatrain_megatron.errors import ConfigError, DynaTrainError, HostMismatch, PlatformError
@@ -91,7 +91,7 @@ def prepare(
     host_argv, overrides = split_argv(rest)
     if overrides is None and config_dir is not None:
         raise ConfigError(f"{CONFIG_DIR_FLAG} needs {FLAG}, whose presets it adds to")
-    composed = None if overrides is None else compose_shown(overrides, config_dir)
+    composed = None if overrides is None else compose(overrides, config_dir)
     if composed is not None and asks_to_show(overrides or ()):
         if os.environ.get("RANK", "0") == "0":
             print(composed.text, end="")

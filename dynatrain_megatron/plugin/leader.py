@@ -1,7 +1,9 @@
 """What rank 0 of a job announces: who takes part in the next switch, and in which layout.
 
-In this order: whoever has to leave; the schedule; what is asked from outside; the policy. Whether a
-switch is possible is checked before it is announced, and again by each process.
+In this order: whoever has to leave; the schedule; what is asked from outside. With a policy, which
+may see to those that leave: the schedule; what is asked; the policy; whoever has to leave, where it
+wants nothing. Whether a switch is possible is checked before it is announced, and again by each
+process.
 """
 
 from __future__ import annotations

@@ -72,7 +72,6 @@ class Placing:
             progress(0, f"no placement: {error}; every process keeps its rank")
             return Placed(tuple(target))
         told = {
-            "applied": True,
             "bytes": {"best": found.moved_bytes, "identity": found.identity_bytes},
             "seconds": {"best": found.seconds, "identity": found.identity_seconds},
         }

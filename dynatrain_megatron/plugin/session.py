@@ -34,7 +34,6 @@ from dynatrain_megatron.adapters.skeleton import Skeleton, build_nothing, edits_
 from dynatrain_megatron.config import (
     DynaTrainConfig,
     EnginePlacement,
-    EnginePromote,
     OnLeave,
     OnRefusal,
     Overlap,
@@ -785,12 +784,7 @@ class Session:
     def _options(self) -> SwitchOptions:
         engine = self.config.engine
         return SwitchOptions(
-            PlanOptions(
-                engine.staging_mib << 20,
-                engine.window_ops,
-                engine.schedule,
-                relay=engine.promote is not EnginePromote.off,
-            ),
+            PlanOptions.of(engine),
             transport=engine.transport,
             verify=engine.verify.on(current_platform().device.type),
             keep_source=engine.keep_source,

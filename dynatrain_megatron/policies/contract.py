@@ -16,14 +16,16 @@ from dynatrain_megatron.layout import ParallelLayout, read_changes
 class PolicyContext:
     """A job at a step boundary, as plain data; everything a policy may decide by.
 
-    ``iteration`` counts the steps done, ``previous_iteration`` those done when the policy was asked
-    before, 0 where it was not. ``time_s`` is the time of day in seconds since 1970, ``step_s`` how
-    long the last step took. ``layout`` is the one in force, ``launch_layout`` that of the launch,
-    from which missing keys of a layout come. ``waiting`` is the number of processes that are ready
-    to join, ``leaving`` are the ranks that gave notice. ``metrics`` are the last step's, by the
-    names of Megatron's log (``lm loss``, ``grad_norm``, …). ``schedule`` is the configured one.
-    ``refused`` are answers that were refused since processes last came or went. ``workload`` and
-    ``machine`` are what the advisor needs; the first is None for models it does not know.
+    ``iteration`` counts the steps done, ``previous_iteration`` those done when this process asked
+    the policy before, or began to train. ``time_s`` is the time of day in seconds since 1970,
+    ``step_s`` the mean time of a step since then, with all that came between. ``layout`` is the one
+    in force, ``launch_layout`` that of the launch, from which missing keys of a layout come.
+    ``waiting`` is the number of processes that are ready to join, ``leaving`` are the ranks that
+    gave notice. ``metrics`` are the last step's, by the names of Megatron's log: ``learning rate``,
+    ``grad norm`` where there is one, and losses (``lm loss``, …) where rank 0 has them, which with
+    pipeline stages it has not. ``schedule`` is the configured one. ``refused`` are answers that
+    were refused since processes last came or went. ``workload`` and ``machine`` are what the
+    advisor needs; the first is None for models it does not know.
     """
 
     iteration: int

@@ -7,20 +7,72 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from dynatrain_megatron.errors import ConfigError
-from dynatrain_megatron.shapes.models import Experts, LatentAttention
+from dynatrain_megatron.shapes.models import Experts, LatentAttention, Model
 
 _LARGEST = (1 << 24) - 1  # more than any size; keeps products printable
 _MOST_LAYERS = 10_000
 
+RANK_ORDERS = {"tp-cp-ep-dp-pp": False, "tp-cp-ep-pp-dp": True}
+"""Megatron's rank orders and the value of --use-tp-pp-dp-mapping that gives each."""
+
+# What all readers need; defaults are Megatron's, None where a value follows from others or must be
+# given.
+_COUNTS: dict[str, int | None] = {
+    "num_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "num_query_groups": 1,
+    "ffn_hidden_size": None,
+    "kv_channels": None,
+    "vocab_size": None,
+    "make_vocab_size_divisible_by": 128,
+    "seq_length": None,
+    "global_batch_size": None,
+    "micro_batch_size": 1,
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_topk": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "tensor_model_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+}
+_SWITCHES = (
+    *("group_query_attention", "swiglu", "untie_embeddings_and_output_weights"),
+    *("multi_latent_attention", "moe_router_enable_expert_bias", "sequence_parallel"),
+    *("use_distributed_optimizer", "use_tp_pp_dp_mapping"),
+)
+_TEXTS = {"moe_layer_freq": "1"}
+
 
 class FlagParser(argparse.ArgumentParser):
-    """Parses some of Megatron's flags; a wrong value is a ConfigError."""
+    """Parses those of Megatron's flags that all readers need, and a reader's own.
 
-    def __init__(self) -> None:
+    A wrong value is a ConfigError.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[str, int | None],
+        switches: Iterable[str],
+        texts: Mapping[str, str | None],
+    ) -> None:
+        """A reader's own flags, by the names of their arguments, with their defaults."""
         super().__init__(add_help=False, allow_abbrev=False)
+        for name, default in (_COUNTS | dict(counts)).items():
+            self.add_argument(flag_of(name), type=count, default=default)
+        for name in (*_SWITCHES, *switches):
+            self.add_argument(flag_of(name), action="store_true")
+        for name, text in (_TEXTS | dict(texts)).items():
+            self.add_argument(flag_of(name), default=text)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"Megatron flags: {message}")
@@ -44,12 +96,46 @@ def count(text: str) -> int:
     return number
 
 
-def default_ffn(hidden: int, gated: bool) -> int:
+def rank_order(args: Any) -> str:
+    """The rank order that the arguments ask for."""
+    mapped = bool(args.use_tp_pp_dp_mapping)
+    return next(order for order, mapping in RANK_ORDERS.items() if mapping == mapped)
+
+
+def sizes(args: Any) -> Model:
+    """The model by its sizes; biases, learned positions and norms of queries are left out.
+
+    Raises ConfigError where sizes do not divide each other, and for what is no such model.
+    """
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if args.kv_channels is None and hidden % heads:
+        raise ConfigError(f"--num-attention-heads {heads} must divide --hidden-size {hidden}")
+    if heads % groups:
+        raise ConfigError(f"--num-query-groups {groups} must divide --num-attention-heads {heads}")
+    gated = bool(args.swiglu)
+    ffn = args.ffn_hidden_size or _default_ffn(hidden, gated)
+    return Model(
+        num_layers=args.num_layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        groups=groups,
+        head=args.kv_channels or hidden // heads,
+        vocab=_padded_vocab(args),
+        tied=not args.untie_embeddings_and_output_weights,
+        gated=gated,
+        latent=_latent_attention(args),
+        experts=_experts(args, ffn),
+    )
+
+
+def _default_ffn(hidden: int, gated: bool) -> int:
     """Megatron's own rule."""
     return max(64, int(4 * hidden * 2 / 3) // 64 * 64) if gated else 4 * hidden
 
 
-def padded_vocab(args: Any) -> int:
+def _padded_vocab(args: Any) -> int:
     """Rows of the embedding, as padded for the launch's tensor parallelism."""
     padded = getattr(args, "padded_vocab_size", None)
     if padded:
@@ -58,7 +144,7 @@ def padded_vocab(args: Any) -> int:
     return -(-int(args.vocab_size) // multiple) * multiple
 
 
-def latent_attention(args: Any) -> LatentAttention | None:
+def _latent_attention(args: Any) -> LatentAttention | None:
     """Latent attention's sizes; raises ConfigError without a query rank."""
     if not args.multi_latent_attention:
         return None
@@ -76,7 +162,7 @@ def latent_attention(args: Any) -> LatentAttention | None:
     )
 
 
-def experts(args: Any, ffn: int) -> Experts | None:
+def _experts(args: Any, ffn: int) -> Experts | None:
     """The experts' sizes; raises ConfigError for dense layers between expert layers."""
     if args.num_experts is None:
         return None

@@ -16,6 +16,7 @@ from dynatrain_megatron.cli.demo_report import (
     relative_difference,
 )
 from dynatrain_megatron.errors import DynaTrainError
+from dynatrain_megatron.observe.report import read_run
 
 STATIC = [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
 
@@ -64,7 +65,12 @@ def _record(tmp_path: Path, switched: list[float], events: list[dict[str, object
     _write_lines(tmp_path / "static" / "steps.jsonl", _steps(STATIC, ["tp2-dp2"] * 6))
     _write_lines(tmp_path / "switched" / "steps.jsonl", _steps(switched, layouts))
     _write_lines(tmp_path / "switched" / "events.jsonl", events)
-    return compare(tmp_path / "static", tmp_path / "switched", iterations=6, switches=2)
+    return _compare(tmp_path)
+
+
+def _compare(tmp_path: Path, iterations: int = 6) -> Comparison:
+    static, switched = (read_run(tmp_path / name) for name in ("static", "switched"))
+    return compare(static, switched, iterations=iterations, switches=2)
 
 
 def test_each_switch_has_the_largest_difference_of_its_own_steps(tmp_path: Path) -> None:
@@ -72,10 +78,10 @@ def test_each_switch_has_the_largest_difference_of_its_own_steps(tmp_path: Path)
     result = _record(
         tmp_path, [6.0, 5.0, 4.0 * (1 - 1e-8), 3.0 * (1 + 4e-7), 2.0, 1 + 2e-7], EVENTS
     )
-    first, second = result.switches
-    assert first.max_loss_difference == pytest.approx(4e-7, rel=1e-6)
-    assert second.max_loss_difference == pytest.approx(2e-7, rel=1e-6)
-    assert result.max_loss_difference == first.max_loss_difference
+    (first, of_first), (second, of_second) = result.switches
+    assert of_first == pytest.approx(4e-7, rel=1e-6)
+    assert of_second == pytest.approx(2e-7, rel=1e-6)
+    assert result.max_loss_difference == of_first
     assert result.agrees
     assert (first.stall_s, second.stall_s) == (0.25, 1.5)
     assert first.bytes_ratio == 1.5
@@ -83,14 +89,14 @@ def test_each_switch_has_the_largest_difference_of_its_own_steps(tmp_path: Path)
 
 def test_a_difference_before_the_first_switch_counts_too(tmp_path: Path) -> None:
     result = _record(tmp_path, [6.0 * (1 + 2e-6), *STATIC[1:]], EVENTS)
-    assert [switch.max_loss_difference for switch in result.switches] == [0.0, 0.0]
+    assert [difference for _, difference in result.switches] == [0.0, 0.0]
     assert not result.agrees
 
 
 def test_a_loss_that_is_no_number_never_agrees(tmp_path: Path) -> None:
     result = _record(tmp_path, [*STATIC[:5], math.nan], EVENTS)
-    assert math.isnan(result.switches[1].max_loss_difference)
-    assert result.switches[0].max_loss_difference == 0.0
+    (_, of_first), (_, of_second) = result.switches
+    assert math.isnan(of_second) and of_first == 0.0
     assert not result.agrees
     told = as_json(result, {}, 1.0)
     assert json.loads(json.dumps(told, allow_nan=False))["max_loss_difference"] is None
@@ -109,7 +115,10 @@ def test_relative_difference(value: float, reference: float, expected: float) ->
     [
         (EVENTS[:2], "1 of 2 switches were made"),
         ([*EVENTS[:2], REFUSED], "iteration 4: tp=3 must divide 4; the job stays in pp2-dp2$"),
-        ([EVENTS[1], _switch(4, "a", "b", ok=False, error="lost rank 3")], "lost rank 3"),
+        (
+            [EVENTS[1], _switch(4, "a", "b", ok=False, error="lost rank 3")],
+            "iteration 4: lost rank 3$",
+        ),
     ],
 )
 def test_a_switch_that_was_not_made_is_an_error(
@@ -122,11 +131,11 @@ def test_a_switch_that_was_not_made_is_an_error(
 
 def test_missing_steps_are_an_error(tmp_path: Path) -> None:
     _record(tmp_path, STATIC, EVENTS)
-    with pytest.raises(DynaTrainError, match=r"steps 1 to 7, but has 6 lines \(1, 2, 3, 4, 5, 6\)"):
-        compare(tmp_path / "static", tmp_path / "switched", iterations=7, switches=2)
+    with pytest.raises(DynaTrainError, match=r"steps 1 to 7, but has 6 \(1, 2, 3, 4, 5, 6\)"):
+        _compare(tmp_path, iterations=7)
     (tmp_path / "switched" / "steps.jsonl").unlink()
-    with pytest.raises(DynaTrainError, match="without writing"):
-        compare(tmp_path / "static", tmp_path / "switched", iterations=6, switches=2)
+    with pytest.raises(DynaTrainError, match=r"switched/steps.jsonl should .* but has none"):
+        _compare(tmp_path)
 
 
 def _shown(result: Comparison, *, terminal: bool) -> str:

@@ -11,9 +11,11 @@ import pytest
 
 from dynatrain_megatron.cli import demo_runs
 from dynatrain_megatron.cli.demo_data import TextDataset
-from dynatrain_megatron.cli.demo_runs import Job, JobFailed, Step, follow_steps, run_job
-from dynatrain_megatron.config import compose, split_argv
+from dynatrain_megatron.cli.demo_runs import Job, JobFailed, follow_steps, run_job
+from dynatrain_megatron.config import split_argv
 from dynatrain_megatron.layout import ParallelLayout
+from dynatrain_megatron.observe.report import Step
+from tests.composed import config_of
 
 LINE = '{"iteration": %d, "loss": 2.5, "grad_norm": null, "layout": "tp2"}\n'
 
@@ -60,7 +62,7 @@ def test_the_command_says_what_was_planned(tmp_path: Path, folder: str) -> None:
     )
     flags, overrides = split_argv(job.command)
     assert overrides is not None
-    config = compose(overrides)
+    config = config_of(overrides)
     assert config.run_dir == str(tmp_path / folder)
     assert [(step.iteration, step.layout_changes) for step in config.steps()] == [
         (3, {"tp": 1, "pp": 4}),

@@ -117,6 +117,14 @@ def test_where_there_is_none_it_is_said_why(
         (["--model", "7B", "--", *TINY], "got both"),
         (["--", "--num-layers", "8"], "--hidden-size, --num-attention-heads, --vocab-size"),
         (["--", *TINY, "--hidden-size", "x"], "argument --hidden-size: 'x' is not a whole number"),
+        (
+            ["--", *TINY, "--num-attention-heads", "7"],
+            "--num-attention-heads 7 must divide --hidden-size 64",
+        ),
+        (
+            ["--", *TINY, "--group-query-attention", "--num-query-groups", "3"],
+            "--num-query-groups 3 must divide --num-attention-heads 8",
+        ),
         (["--", *TINY, "--mtp-num-layers", "1"], "--mtp-num-layers 1: the memory of such a model"),
     ],
 )
@@ -135,6 +143,7 @@ def test_which_model_must_be_clear(
         (["--gpus", "0"], "'0' is not a whole number of at least 1"),
         (["--gpus", "1e3"], "'1e3' is not a whole number of at least 1"),
         (["--gpus", "999999999"], "'999999999' is more than 131,072"),
+        (["--gpus", "8", "--seq-length", "9" * 40], "is more than 999,999,999"),
         (["--gpus", "8", "--memory", "80"], "'80' is not a size; write a number and a unit"),
         (["--gpus", "8", "--memory", "80gb"], "'80gb' is not a size"),
         (["--gpus", "8", "--memory", "0GiB"], "'0GiB' is not a size"),

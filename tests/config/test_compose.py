@@ -20,12 +20,12 @@ from dynatrain_megatron.config import (
     PlatformChoice,
     ScheduleStep,
     Verify,
-    compose,
     from_json,
     to_json,
 )
 from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import LAYOUT_KEYS
+from tests.composed import config_of
 
 KEYS = (
     "source", "target", "switch_at", "schedule", "policy", "run_dir", "platform", "topology",
@@ -48,7 +48,7 @@ TOPOLOGY = "auto, a preset such as h100, the path of a YAML file, or what could 
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        compose(overrides)
+        config_of(overrides)
     message = str(caught.value)
     assert "\n" not in message and "HYDRA_FULL_ERROR" not in message
     return message
@@ -58,7 +58,7 @@ def refused(*overrides: str) -> str:
 
 
 def test_the_defaults() -> None:
-    config = compose([])
+    config = config_of([])
     assert config == DynaTrainConfig()
     assert config.steps() == ()
     assert config.platform is PlatformChoice.auto
@@ -75,7 +75,7 @@ def test_the_defaults() -> None:
 
 
 def test_a_schedule() -> None:
-    config = compose(
+    config = config_of(
         ["schedule=[{iteration: 50, layout: {tp: 1, pp: 2, sp: false}}, "
          "{iteration: 60, layout: tp2-pp2}]"]
     )  # fmt: skip
@@ -96,11 +96,11 @@ def test_a_schedule() -> None:
 def test_target_and_switch_at_are_a_schedule_of_one_step(
     target: str, layout: dict[str, object] | str
 ) -> None:
-    assert compose([f"target={target}", "switch_at=7"]).steps() == (ScheduleStep(7, layout),)
+    assert config_of([f"target={target}", "switch_at=7"]).steps() == (ScheduleStep(7, layout),)
 
 
 def test_all_keys_at_once() -> None:
-    config = compose(
+    config = config_of(
         [
             "source=tp2-dp2", "target=pp4", "switch_at=3", "policy=my.rules:decide",
             "run_dir=out/run-1", "platform=cpu",
@@ -158,17 +158,17 @@ def test_all_keys_at_once() -> None:
     ],
 )
 def test_ways_to_write_a_value(overrides: Sequence[str], key: str, value: object) -> None:
-    assert getattr(compose(overrides), key) == value
+    assert getattr(config_of(overrides), key) == value
 
 
 def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNATRAIN_TEST_JOB", "42")
-    config = compose(["run_dir=out/${oc.env:DYNATRAIN_TEST_JOB}-${engine.window_ops}"])
+    config = config_of(["run_dir=out/${oc.env:DYNATRAIN_TEST_JOB}-${engine.window_ops}"])
     assert config.run_dir == "out/42-256"
 
 
 def test_a_config_is_a_value() -> None:
-    config = compose([])
+    config = config_of([])
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run_dir = "x"  # type: ignore[misc]
 
@@ -179,11 +179,11 @@ def test_a_hydra_application_around_us_is_left_alone() -> None:
 
     with initialize(version_base=None, config_path=None, job_name="outer"):
         outer = GlobalHydra.instance().hydra
-        compose(["run_dir=x"])
+        config_of(["run_dir=x"])
         assert GlobalHydra.instance().hydra is outer
         refused("run_dir=${nothing}")
         assert GlobalHydra.instance().hydra is outer
-    compose(["run_dir=x"])
+    config_of(["run_dir=x"])
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -387,7 +387,7 @@ def test_a_wrong_schedule_names_the_step_and_the_value(steps: str, message: str)
 
 def test_a_layout_mistake_keeps_its_cause() -> None:
     with pytest.raises(ConfigError) as caught:
-        compose(["source={tp: 0}"])
+        config_of(["source={tp: 0}"])
     assert isinstance(caught.value.__cause__, LayoutError)
 
 
@@ -461,7 +461,7 @@ HOSTILE = st.text("={}[]()'\"$.,:~+@/*\\ \n\tabc01tp", max_size=25) | st.text(ma
 def test_any_overrides_compose_or_give_one_config_error(overrides: list[str]) -> None:
     environment = dict(os.environ)
     try:
-        config = compose(overrides)
+        config = config_of(overrides)
     except ConfigError as error:
         assert str(error) and "Traceback" not in str(error)
     else:
@@ -471,7 +471,7 @@ def test_any_overrides_compose_or_give_one_config_error(overrides: list[str]) ->
 
 
 def test_a_configuration_goes_to_another_process_as_it_is() -> None:
-    config = compose(
+    config = config_of(
         [
             "schedule=[{iteration: 5, layout: {tp: 1, vpp: null}}, {iteration: 6, layout: pp4}]",
             "engine.schedule=ring", "elastic.join=node7:29500", "elastic.leave_signal=null",

@@ -15,7 +15,6 @@ from dynatrain_megatron.config import (
     KeepSource,
     compose,
     compose_ahead,
-    compose_shown,
 )
 from dynatrain_megatron.errors import ConfigError, LayoutError
 from dynatrain_megatron.layout import ParallelLayout
@@ -23,13 +22,14 @@ from dynatrain_megatron.planner import read_topology_file
 from dynatrain_megatron.plugin.entry import prepare
 from dynatrain_megatron.presets import FOLDER, Presets, take_config_dir
 from dynatrain_megatron.shapes import MODELS, read_model
+from tests.composed import config_of
 
 OURS = Presets()
 
 
 def refused(*overrides: str, own: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        compose(overrides, own)
+        config_of(overrides, own)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -88,16 +88,18 @@ def test_the_list_of_models_is_whole() -> None:
 
 @pytest.mark.parametrize("name", OURS.names("topology"))
 def test_every_topology_composes(name: str) -> None:
-    topology = topology_of(read_topology_file(compose([f"topology={name}"]).topology), 16)
+    topology = topology_of(read_topology_file(config_of([f"topology={name}"]).topology), 16)
     assert topology.node == (0,) * 8 + (1,) * 8
     assert topology.speeds.near_gb_s > topology.speeds.far_gb_s
 
 
 @pytest.mark.parametrize("name", OURS.names("layout"))
 def test_every_layout_composes_wherever_a_layout_may_stand(name: str) -> None:
-    config = compose([f"source={name}", f"schedule=[{{iteration: 3, layout: {name}}}]"])
+    config = config_of([f"source={name}", f"schedule=[{{iteration: 3, layout: {name}}}]"])
     (step,) = config.steps()
-    assert step.layout_changes == config.source == compose([f"target={name}", "switch_at=1"]).target
+    assert (
+        step.layout_changes == config.source == config_of([f"target={name}", "switch_at=1"]).target
+    )
     layout = read_layout(config.source, ParallelLayout(dp=128))
     assert layout.world == 128
     with pytest.raises(LayoutError):  # or the name would hide a layout's own text
@@ -106,7 +108,7 @@ def test_every_layout_composes_wherever_a_layout_may_stand(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS.names("experiment"))
 def test_every_experiment_composes_and_can_be_planned(name: str) -> None:
-    config = compose([f"experiment={name}"])
+    config = config_of([f"experiment={name}"])
     assert config != DynaTrainConfig()
     if config.steps():
         ahead = compose_ahead([f"experiment={name}", "model=llama2_70b", "source=tp8-pp4-dp4"])
@@ -121,16 +123,16 @@ def test_values_win_over_presets_in_any_order() -> None:
         ["experiment=spot_elastic", "engine.keep_source=never"],
         ["engine.keep_source=never", "experiment=spot_elastic"],
     ):
-        config = compose(overrides)
+        config = config_of(overrides)
         assert config.engine.keep_source is KeepSource.never
         assert config.engine.check_replicas and config.save_after_switch
-    config = compose(["topology.speeds.far_gb_s=40", "topology=h100", "topology.node_width=4"])
+    config = config_of(["topology.speeds.far_gb_s=40", "topology=h100", "topology.node_width=4"])
     assert config.topology["speeds"] == {"near_gb_s": 450, "far_gb_s": 40, "operation_s": 20e-6}
     assert config.topology["node_width"] == 4
     model = compose_ahead(["model=llama2_7b", "model.num_layers=2"]).config.model
     assert (model["num_layers"], model["hidden"]) == (2, 4096)
     for overrides in (["topology.node_width=4"], ["topology=auto", "topology.node_width=4"]):
-        assert compose(overrides).topology == {"node_width": 4}
+        assert config_of(overrides).topology == {"node_width": 4}
     for overrides in (
         ["topology.node_width=4", "topology=rack.yaml"],
         ["topology=rack.yaml", "topology.node_width=4"],
@@ -150,37 +152,37 @@ def test_values_win_over_presets_in_any_order() -> None:
     ],
 )
 def test_of_two_choices_the_later_one_counts(overrides: list[str], topology: object) -> None:
-    assert compose(overrides).topology == topology
+    assert config_of(overrides).topology == topology
 
 
 def test_a_preset_after_a_value_counts() -> None:
-    assert compose(["topology=rack.yaml", "topology=h100"]) == compose(["topology=h100"])
-    assert compose(["topology=a800", "topology=h100"]) == compose(["topology=h100"])
+    assert config_of(["topology=rack.yaml", "topology=h100"]) == config_of(["topology=h100"])
+    assert config_of(["topology=a800", "topology=h100"]) == config_of(["topology=h100"])
 
 
 def test_presets_of_the_users_own(own: Path) -> None:
-    config = compose(["experiment=night", "engine.staging_mib=5"], own)
+    config = config_of(["experiment=night", "engine.staging_mib=5"], own)
     assert config.topology == {"ranks_per_node": 4, "speeds": {"far_gb_s": 12}}
     assert (config.target, config.switch_at) == ({"tp": 4, "pp": 2}, 7)
     assert (config.engine.window_ops, config.engine.staging_mib) == (9, 5)
     # What is chosen on the command line wins over what a bundle chooses; theirs goes before ours.
-    assert compose(["experiment=night", "topology=h100"], own).topology == {"ranks_per_node": 2}
-    assert compose(["experiment=night", "topology=h200"], own).topology["ranks_per_node"] == 8
-    assert compose(["experiment=night", "target=tp8"], own).target == "tp8"
-    config = compose(["engine=careful", "engine.window_ops=3"], own)
+    assert config_of(["experiment=night", "topology=h100"], own).topology == {"ranks_per_node": 2}
+    assert config_of(["experiment=night", "topology=h200"], own).topology["ranks_per_node"] == 8
+    assert config_of(["experiment=night", "target=tp8"], own).target == "tp8"
+    config = config_of(["engine=careful", "engine.window_ops=3"], own)
     assert config.engine.check_replicas and config.engine.keep_source is KeepSource.always
     assert config.engine.window_ops == 3
-    assert compose(["experiment=spot_elastic"], own).save_after_switch
+    assert config_of(["experiment=spot_elastic"], own).save_after_switch
 
 
 def test_the_configuration_is_shown_with_everything_resolved(own: Path) -> None:
     import yaml
 
-    composed = compose_shown(["cfg=job", "experiment=night", "run_dir=x-${switch_at}"], own)
+    composed = compose(["cfg=job", "experiment=night", "run_dir=x-${switch_at}"], own)
     shown = yaml.safe_load(composed.text)
     assert shown["run_dir"] == composed.config.run_dir == "x-7"
     assert shown["target"] == {"tp": 4, "pp": 2} and shown["engine"]["schedule"] == "direct"
-    assert compose([f"run_dir={shown['run_dir']}"]).run_dir == "x-7"
+    assert config_of([f"run_dir={shown['run_dir']}"]).run_dir == "x-7"
 
 
 def test_a_job_that_shows_its_configuration_ends_there(

@@ -1,4 +1,4 @@
-"""What is in docs/ because something else says so: tables of results, the picture of a plan.
+"""What is in docs/ because something else says so: tables of options and results, a picture.
 
 ``pytest tests/docs --write-docs`` brings the files up to date.
 """
@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dynatrain_megatron.adapters.support import OPTIONS, Fate
 from tests.docs import pictures
 from tests.docs.pages import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "switch_time.json"
 PHASES = ROOT / "docs" / "rlhf-phases.md"
+OPTIONS_PAGE = ROOT / "docs" / "options.md"
 PICTURE = ROOT / "docs" / "images" / "vps.svg"
 
 
@@ -24,6 +26,7 @@ def generated() -> dict[Path, str]:
     return {
         PICTURE: pictures.vps(),
         PHASES: _with_part(PHASES.read_text(), "measured", _measured()),
+        OPTIONS_PAGE: _with_part(OPTIONS_PAGE.read_text(), "options", _options()),
     }
 
 
@@ -34,6 +37,15 @@ def _with_part(text: str, name: str, part: str) -> str:
     _, _, after = rest.partition(end)
     assert after, f"no {begin.strip()} and {end} in the page"
     return f"{before}{begin}{part}{end}{after}"
+
+
+def _options() -> str:
+    """By what a switch does to them."""
+    rows = [row for fate in Fate for row in OPTIONS if row.fate is fate]
+    head = "| option | flag | a switch | how, or why |\n|---|---|---|---|\n"
+    return head + "".join(
+        f"| {row.what} | `{row.flag}` | {row.fate} | {row.how} |\n" for row in rows
+    )
 
 
 def _measured() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dynatrain_megatron.adapters.support import OPTIONS, Fate, check_supported, options_table
+from dynatrain_megatron.adapters.support import OPTIONS, Fate, check_supported
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.transition.check import check_request
@@ -19,8 +19,6 @@ from tests.dry import DryJob
 from tests.host import test_around_ends, test_around_interval, test_around_logs, test_data
 from tests.ranks import TINY_LLAMA, run_ranks
 from tests.support import How
-
-DOCS = Path(__file__).parents[2] / "docs" / "options.md"
 
 # How a user switches each refused option on, where it is not by its flag alone.
 VALUES = {
@@ -165,7 +163,3 @@ def test_every_other_option_is_in_a_run_of_these_tests() -> None:
     assert others <= given, sorted(others - given)
     assert all(row.seen is None for row in OPTIONS if row.fate is not Fate.refused)
     assert all(row.seen is not None for row in OPTIONS if row.fate is Fate.refused)
-
-
-def test_the_documentation_has_the_table() -> None:
-    assert options_table() in DOCS.read_text()

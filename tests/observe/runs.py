@@ -33,7 +33,7 @@ def switch(iteration: int = 2, **changes: Any) -> dict[str, Any]:
         "peak_extra_bytes": 4000,
         "planned_peak_extra_bytes": 5000,
         "bound_peak_extra_bytes": 8000,
-        "placement": {"applied": False, "bytes": {"best": 1200, "identity": 3000}},
+        "placement": {"bytes": {"best": 1200, "identity": 3000}},
         "origin": "request",
         "world": 2,
         "joined": 1,

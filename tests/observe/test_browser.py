@@ -76,7 +76,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     names = ["tp2-pp2-vpp2-cp2-ep4-etp2-dp2-sp-noopt-mbs2", HOSTILE, "x" * 120]
     matrix = [[10**12 * (row + column) for column in range(5)] for row in range(5)]
-    placement = {"applied": False, "bytes": {"identity": 10**15, "best": 10**14}}
+    placement = {"bytes": {"identity": 10**15, "best": 10**14}}
     crowded = [
         switch(20 + i, source=names[i % 3], target=names[(i + 1) % 3], ok=i != 3,
                error=HOSTILE, bytes_matrix=matrix, nodes=list(range(5)), placement=placement)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dynatrain_megatron import platform
-from dynatrain_megatron.config import compose
 from dynatrain_megatron.errors import HostMismatch
 from dynatrain_megatron.platform.versions import Releases, megatron_release, problem_of
 from dynatrain_megatron.plugin import contract, hooks
 from dynatrain_megatron.plugin.contract import CALLED, HostName, Use
+from tests.composed import config_of
 
 PACKAGE = Path(contract.__file__).parents[1]
 
@@ -107,7 +107,7 @@ def test_layouts_do_not_change_on_releases_that_are_too_old(monkeypatch) -> None
     platform.install("cpu")
     monkeypatch.setattr(hooks, "megatron_release", lambda: (0, 17))
     with pytest.raises(HostMismatch, match="layouts change from megatron-core"):
-        hooks.attach(compose(["target=tp2", "switch_at=3"]))
+        hooks.attach(config_of(["target=tp2", "switch_at=3"]))
 
 
 def test_names_of_other_releases_are_left_out() -> None:

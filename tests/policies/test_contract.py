@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dynatrain_megatron.config import compose
 from dynatrain_megatron.errors import ConfigError, LayoutError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.policies import (
@@ -20,6 +19,7 @@ from dynatrain_megatron.policies import (
     follow_capacity,
     load_policy,
 )
+from tests.composed import config_of
 from tests.layout.strategies import parallel_layouts
 
 CONTEXT = PolicyContext(
@@ -49,7 +49,7 @@ def test_a_policy_is_loaded_by_its_name(modules: Path) -> None:
     (modules / "house" / "rules.py").write_text(
         "class Rules:\n    @staticmethod\n    def night(context):\n        return 'dp4'\n"
     )
-    config = compose(["policy=house.rules:Rules.night"])
+    config = config_of(["policy=house.rules:Rules.night"])
     assert config.policy is not None
     assert load_policy(config.policy)(CONTEXT) == "dp4"
     shipped = load_policy("dynatrain_megatron.policies:follow_capacity")

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.advisor import Machine, Workload, estimate_memory
-from dynatrain_megatron.config import compose
 from dynatrain_megatron.errors import ConfigError, SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout, derive
 from dynatrain_megatron.policies import (
@@ -27,6 +26,7 @@ from dynatrain_megatron.policies import (
     schedule,
 )
 from dynatrain_megatron.shapes import MODELS
+from tests.composed import config_of
 
 GIB = 1 << 30
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,7 +53,7 @@ def run(policy: Policy, iterations: int, **changes: Any) -> Iterator[tuple[int, 
 
 # ---------------------------------------------------------------- schedule and phases
 
-STEPS = compose(
+STEPS = config_of(
     ["schedule=[{iteration: 3, layout: tp2}, {iteration: 6, layout: {pp: 2}}, "
      "{iteration: 7, layout: dp8}]"]
 ).steps()  # fmt: skip

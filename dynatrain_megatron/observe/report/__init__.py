@@ -12,16 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynatrain_megatron.errors import ConfigError, DynaTrainError
-from dynatrain_megatron.observe.report.compare import as_json, relative_difference
-from dynatrain_megatron.observe.report.read import Run, read_run
+from dynatrain_megatron.observe.report.compare import as_json, finite, relative_difference
+from dynatrain_megatron.observe.report.read import Refusal, Run, Step, Switch, read_run
 
 PAGE = "report.html"
 PICTURES = ("loss.png", "time.png", "bytes.png")
 
 __all__ = [
     "ChartsUnavailable",
+    "Refusal",
     "Report",
+    "Run",
+    "Step",
+    "Switch",
     "as_json",
+    "finite",
     "read_run",
     "relative_difference",
     "write_report",

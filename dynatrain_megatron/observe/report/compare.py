@@ -14,6 +14,11 @@ def relative_difference(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference) if reference else math.inf
 
 
+def finite(value: float | None) -> float | None:
+    """``value`` as JSON can have it: None where it is not a finite number."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def loss_differences(run: Run, static: Run) -> dict[int, float]:
     """Relative loss difference by iteration, where both runs have a finite loss."""
     reference = {step.iteration: step.loss for step in static.steps}
@@ -36,8 +41,7 @@ def as_json(run: Run, static: Run | None) -> dict[str, Any]:
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "switches": [
-            {**asdict(switch), "bytes_ratio": _finite(switch.bytes_ratio)}
-            for switch in run.switches
+            {**asdict(switch), "bytes_ratio": finite(switch.bytes_ratio)} for switch in run.switches
         ],
         "refused": [asdict(refusal) for refusal in run.refusals],
         "notes": list(run.notes),
@@ -49,11 +53,7 @@ def as_json(run: Run, static: Run | None) -> dict[str, Any]:
             "run_dir": str(static.directory),
             "steps": len(static.steps),
             "steps_compared": len(differences),
-            "max_loss_difference": _finite(max(differences.values(), default=None)),
+            "max_loss_difference": finite(max(differences.values(), default=None)),
             "notes": list(static.notes),
         }
     return told
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

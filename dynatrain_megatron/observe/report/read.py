@@ -35,7 +35,6 @@ class Step:
 class Placement:
     """Bytes that move where every process keeps its rank, and with the best placement."""
 
-    applied: bool
     identity: int | None
     best: int | None
 
@@ -261,8 +260,7 @@ def _placement(record: "_Record") -> Placement | None:
     if not record.fields:
         return None
     moved = record.inside("bytes")
-    applied = record.fields.get("applied") is True
-    return Placement(applied, moved.whole("identity"), moved.whole("best"))
+    return Placement(moved.whole("identity"), moved.whole("best"))
 
 
 def _refusal(record: "_Record", iteration: int) -> Refusal:

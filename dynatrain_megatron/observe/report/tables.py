@@ -226,11 +226,9 @@ def _placed(placement: Placement | None) -> str:
         return NOTHING
     identity, best = placement.identity, placement.best
     if identity is None or best is None:
-        return "applied" if placement.applied else "not applied"
+        return "applied"
     saved = f"{1 - best / identity:.0%}" if identity else "0%"
-    if placement.applied:
-        return f"moved {size(best)} instead of {size(identity)} (−{saved})"
-    return f"would move {size(best)} instead of {size(identity)} (−{saved})"
+    return f"moved {size(best)} instead of {size(identity)} (−{saved})"
 
 
 def _switches(switches: Sequence[Switch]) -> str:
