@@ -8,7 +8,7 @@ runs CUDA kernels is done by torch here: the forward passes, Adam's step, scalin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -182,7 +182,7 @@ def _scale(chunk_size: int, overflow: torch.Tensor, tensors: Tensors, scale: flo
 
 
 def _l2norm(
-    chunk_size: int, overflow: torch.Tensor, tensors: Sequence[list[torch.Tensor]], per: bool = False
+    chunk_size: int, overflow: torch.Tensor, tensors: Tensors, per: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     norms = torch.stack([tensor.float().norm() for tensor in tensors[0]])
     return norms.norm().reshape(1), norms if per else None
