@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynatrain_megatron.layout import ParallelLayout, layouts
+from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology, make_plan
 from dynatrain_megatron.planner.balance import Classes, share_out
 from dynatrain_megatron.planner.bound import Load, least_load, load_of
 from dynatrain_megatron.planner.checks import lower_bound_bytes
 from dynatrain_megatron.shapes import Model, make_rosters
 from dynatrain_megatron.vps import RosterBuilder, RosterSet
+from tests.layout.every import layouts
 from tests.planner.worlds import Case, layout_case
 from tests.shapes.test_rosters import TINY, TINY_MOE, TINY_SHARED, TINY_TIED
 
@@ -137,7 +138,7 @@ def transitions(seed: int) -> Iterator[Transition]:
 def any_layout(draw: random.Random, model: Model, kind: str) -> ParallelLayout:
     axes = ("tp", "pp", "dp") if model.experts is None else ("tp", "pp", "dp", "ep")
     while True:
-        layout = draw.choice(list(layouts(draw.choice(WORLDS), axes)))
+        layout = draw.choice(layouts(draw.choice(WORLDS), axes))
         if any(8 % size for size in (layout.tp, layout.pp, layout.ep)):
             continue
         if kind != "optimizer instances":

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.layout import ParallelLayout, layouts
+from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Sources, Speeds, Topology
 from dynatrain_megatron.planner.checks import (
     check_coverage,
@@ -23,6 +23,7 @@ from dynatrain_megatron.planner.checks import (
 from dynatrain_megatron.planner.flows import find_flows
 from dynatrain_megatron.planner.routes import Routes, Side, choose_routes, unique_cover
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, RosterSet
+from tests.layout.every import layouts
 from tests.planner.worlds import (
     FLOAT32,
     Case,
