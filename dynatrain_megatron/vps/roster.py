@@ -42,25 +42,9 @@ class Roster:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def region(self, slot: int) -> Region:
-        """The region of one fragment, with the dims of its logical tensor."""
-        ndim = len(self.tensors[int(self.tensor[slot])].shape)
-        return Region(
-            tuple(int(x) for x in self.start[slot, :ndim]),
-            tuple(int(x) for x in self.stop[slot, :ndim]),
-        )
-
     def part(self, slots: IntArray) -> Roster:
         """The fragments in these slots alone, in that order; over the same logical tensors."""
         return Roster(self.tensors, self.tensor[slots], self.start[slots], self.stop[slots])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state the fragments hold."""
-        element_bytes = np.array([t.element_bytes for t in self.tensors], dtype=np.int64)
-        if not len(self):
-            return 0
-        return int((element_bytes[self.tensor] * (self.stop - self.start).prod(axis=1)).sum())
 
     def to_bytes(self) -> bytes:
         """A self-contained, pickle-free form; equal rosters give equal bytes."""
@@ -158,8 +142,7 @@ class RosterSet:
 
     Ranks whose rosters are equal, replicas of each other, are of one *kind*, and what they hold is
     kept once: ``rows`` are those of the kinds, ``kind_of_rank`` [num_ranks] says which rank is of
-    which. ``rank``, ``slot``, ``tensor``, ``start`` and ``stop`` are the same written out for
-    every rank, in order of rank and slot; large worlds do without them.
+    which.
     """
 
     tensors: tuple[LogicalTensor, ...]
@@ -216,40 +199,15 @@ class RosterSet:
         """Fragments of each rank, [num_ranks]."""
         return np.diff(self.rows_of_kind)[self.kind_of_rank]
 
-    @cached_property
-    def _expanded(self) -> tuple[IntArray, IntArray]:
-        """(position in ``rows``, rank) of every rank's every fragment."""
-        return ranges(self.rows_of_kind[self.kind_of_rank], self.num_rows)
-
-    @property
-    def rank(self) -> IntArray:
-        return self._expanded[1]
-
-    @cached_property
-    def slot(self) -> IntArray:
-        return self.rows.slot[self._expanded[0]]
-
-    @cached_property
-    def tensor(self) -> IntArray:
-        return self.rows.tensor[self._expanded[0]]
-
-    @cached_property
-    def start(self) -> IntArray:
-        return self.rows.start[self._expanded[0]]
-
-    @cached_property
-    def stop(self) -> IntArray:
-        return self.rows.stop[self._expanded[0]]
-
-    @property
-    def numel(self) -> IntArray:
-        """Elements of each fragment of each rank."""
-        return volumes(self.start, self.stop)
-
     @property
     def element_bytes(self) -> IntArray:
         """Bytes of one element (all states) of each logical tensor, [len(tensors)]."""
         return np.array([t.element_bytes for t in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def row_bytes(self) -> IntArray:
+        """Bytes (all states) of each of ``rows``."""
+        return volumes(self.rows.start, self.rows.stop) * self.element_bytes[self.rows.tensor]
 
     def rows_of(self, rank: int) -> slice:
         """Where in ``rows`` the fragments of one rank are."""

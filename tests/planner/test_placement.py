@@ -26,7 +26,7 @@ from dynatrain_megatron.shapes import make_rosters
 from dynatrain_megatron.vps import Region, Roster, RosterBuilder, RosterSet
 from dynatrain_megatron.vps.roster import Rows
 from tests.planner.test_balance import Transition, transitions
-from tests.planner.worlds import Case, Model, irregular_cases, mixed_cases
+from tests.planner.worlds import Case, Model, bytes_of, irregular_cases, mixed_cases
 from tests.shapes.test_rosters import TINY
 
 CASES = st.one_of(irregular_cases(), mixed_cases())
@@ -295,7 +295,7 @@ def renumbered(rosters: RosterSet, seed: int) -> RosterSet:
 def test_seconds_are_those_of_the_busiest() -> None:
     # Ranks 0 and 1 swap: each sends one layer and receives one, both from another node.
     layer = Case(layers((0, 1)), layers((1, 0)))
-    nbytes = layer.before[0].nbytes
+    nbytes = bytes_of(layer.before[0])
     speeds = Speeds(operation_s=0.25, near_gb_s=2 * nbytes / 1e9, far_gb_s=nbytes / 1e9)
     for node, seconds in (((0, 0), 0.5 + 2 * 0.25), ((0, 1), 1.0 + 2 * 0.25)):
         topology = Topology(node, speeds=speeds)
@@ -307,7 +307,7 @@ def test_seconds_are_those_of_the_busiest() -> None:
 
 def test_a_nodes_way_out_may_be_the_busiest() -> None:
     case = Case(layers((0, 1, 2, 3)), layers((2, 3, 0, 1)))
-    speeds = Speeds(operation_s=0, near_gb_s=1, far_gb_s=case.before[0].nbytes / 1e9)
+    speeds = Speeds(operation_s=0, near_gb_s=1, far_gb_s=bytes_of(case.before[0]) / 1e9)
     for width, seconds in ((None, 1.0), (2, 1.0), (1, 2.0)):
         topology = Topology((0, 0, 1, 1), width, speeds)
         found = place(case.source, case.target, topology, PlacementOptions((0, 1, 2, 3)))

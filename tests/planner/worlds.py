@@ -278,15 +278,27 @@ def layout_case(source: ParallelLayout, target: ParallelLayout, model: Model | N
 def held(rosters: RosterSet, rank: int, tensor: int) -> NDArray[np.bool_]:
     """Which elements of a tensor a rank holds."""
     found = np.zeros(rosters.tensors[tensor].shape, dtype=np.bool_)
-    for row in np.nonzero((rosters.rank == rank) & (rosters.tensor == tensor))[0]:
-        found[slices(region_of(rosters, int(row)))] = True
+    roster = roster_of(rosters, rank)
+    for slot in np.nonzero(roster.tensor == tensor)[0].tolist():
+        found[slices(region_of(roster, slot))] = True
     return found
 
 
-def region_of(columns: RosterSet | Routes, row: int, ndim: int | None = None) -> Region:
+def roster_of(rosters: RosterSet, rank: int) -> Roster:
+    """That of one rank."""
+    rows, own = rosters.rows, rosters.rows_of(rank)
+    return Roster(rosters.tensors, rows.tensor[own], rows.start[own], rows.stop[own])
+
+
+def bytes_of(roster: Roster) -> int:
+    """Bytes of the state a rank holds."""
+    return int(RosterSet.merge([roster]).row_bytes.sum())
+
+
+def region_of(columns: Roster | Routes, row: int, ndim: int | None = None) -> Region:
     """The region in one row, without the padding of dims its tensor does not have."""
     if ndim is None:
-        assert isinstance(columns, RosterSet)
+        assert isinstance(columns, Roster)
         ndim = len(columns.tensors[int(columns.tensor[row])].shape)
     return Region(
         tuple(int(x) for x in columns.start[row, :ndim]),
@@ -298,11 +310,11 @@ def brute_force_bound(case: Case) -> int:
     """Bytes of all wanted elements that the wanting rank does not hold, counted one by one."""
     source, target = case.source, case.target
     total = 0
-    for row in range(len(target.rank)):
-        tensor = int(target.tensor[row])
-        own = held(source, int(target.rank[row]), tensor)
-        missing = ~own[slices(region_of(target, row))]
-        total += int(missing.sum()) * target.tensors[tensor].element_bytes
+    for rank in range(target.num_ranks):
+        roster = roster_of(target, rank)
+        for slot, tensor in enumerate(roster.tensor.tolist()):
+            missing = ~held(source, rank, tensor)[slices(region_of(roster, slot))]
+            total += int(missing.sum()) * target.tensors[tensor].element_bytes
     return total
 
 
@@ -357,7 +369,7 @@ class _Storage:
             assert (array == wanted).all(), f"{who} slot {slot}: {array.tolist()}"
 
     def _inside(self, slot: int, tensor: LogicalTensor, region: Region) -> tuple[slice, ...]:
-        own = self._roster.region(slot)
+        own = region_of(self._roster, slot)
         assert self._roster.tensors[int(self._roster.tensor[slot])] == tensor
         assert own.contains(region), f"{region} is not in {own}"
         return slices(region.relative_to(own.start))
@@ -366,4 +378,4 @@ class _Storage:
 def _identity(roster: Roster, slot: int) -> NDArray[np.int64]:
     tensor = roster.tensors[int(roster.tensor[slot])]
     whole = np.arange(tensor.numel, dtype=np.int64).reshape(tensor.shape)
-    return whole[slices(roster.region(slot))]
+    return whole[slices(region_of(roster, slot))]
