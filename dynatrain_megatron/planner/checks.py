@@ -296,11 +296,9 @@ def _held_once(rosters: RosterSet, held: _Fragments) -> _Fragments:
     parts: list[tuple[int, int, Region]] = []
     for box in range(len(held.group)):
         group, tensor = int(held.group[box]), int(held.tensor[box])
-        new = [Region(tuple(held.start[box].tolist()), tuple(held.stop[box].tolist()))]
-        for other_group, other_tensor, known in list(parts):
-            if (other_group, other_tensor) == (group, tensor):
-                new = [rest for part in new for rest in part.subtract(known)]
-        parts += [(group, tensor, part) for part in new]
+        whole = Region(tuple(held.start[box].tolist()), tuple(held.stop[box].tolist()))
+        known = [part for *where, part in parts if where == [group, tensor]]
+        parts += [(group, tensor, part) for part in without(whole, known)]
     return _Fragments(
         np.array([group for group, _, _ in parts]),
         np.array([tensor for _, tensor, _ in parts]),

@@ -28,7 +28,7 @@ from dynatrain_megatron.planner.cells import (
 )
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.vps.boxes import IntArray, run_starts, volumes
-from dynatrain_megatron.vps.region import Region
+from dynatrain_megatron.vps.region import Region, without
 from dynatrain_megatron.vps.roster import RosterSet
 
 
@@ -146,13 +146,14 @@ def _check_all_held(
     )
     first = np.lexsort((boxes.low[short], rank, boxes.tensor[short]))[0]
     worst = int(short[first])
-    missing = [Region(tuple(boxes.start[worst].tolist()), tuple(boxes.stop[worst].tolist()))]
-    for part in np.nonzero(box == worst)[0].tolist():
-        found = Region(tuple(start[part].tolist()), tuple(stop[part].tolist()))
-        missing = [rest for one in missing for rest in one.subtract(found)]
+    found = [
+        Region(tuple(start[part].tolist()), tuple(stop[part].tolist()))
+        for part in np.nonzero(box == worst)[0].tolist()
+    ]
+    whole = Region(tuple(boxes.start[worst].tolist()), tuple(boxes.stop[worst].tolist()))
+    hole = min(without(whole, found))
     tensor = target.tensors[int(boxes.tensor[worst])]
     ndim = len(tensor.shape)
-    hole = min(missing)
     raise TransitionError(
         f"{tensor.name!r}: rank {int(rank[first])} of the target needs "
         f"[{hole.start[:ndim]}, {hole.stop[:ndim]}), which no rank of the source holds"
