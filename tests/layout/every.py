@@ -16,7 +16,7 @@ def layouts(world: int, axes: Sequence[str] = ("tp", "pp", "dp")) -> list[Parall
     for degrees in _factorisations(world, len(dense)):
         sizes = dict(zip(dense, degrees, strict=True))
         experts = _divisors(sizes.get("cp", 1) * sizes.get("dp", 1)) if "ep" in axes else [1]
-        found += [ParallelLayout(**sizes, ep=ep) for ep in experts]
+        found += [ParallelLayout(**sizes, ep=ep) for ep in experts]  # type: ignore[arg-type]
     return sorted(found, key=lambda layout: [getattr(layout, axis) for axis in axes])
 
 
