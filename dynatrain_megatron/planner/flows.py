@@ -87,7 +87,7 @@ def find_flows(source: RosterSet, target: RosterSet, topology: Topology) -> Flow
     return _by_flow(target, cells, boxes, (holders, sources), (wanters, targets), cell, box)
 
 
-def held_once(rosters: RosterSet, topology: Topology) -> Flows:
+def cover_flows(rosters: RosterSet, topology: Topology) -> Flows:
     """All that any rank holds, each element once, as flows from its holders to themselves."""
     cells = disjoint_cells(rosters)
     named = sets_of_ranks(cells, rosters, np.array(topology.node, dtype=np.int64))

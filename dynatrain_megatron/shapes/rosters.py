@@ -20,7 +20,7 @@ import numpy as np
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes.models import Model, Parameter
 from dynatrain_megatron.vps.boxes import IntArray, flat_parts, ranges, volumes
-from dynatrain_megatron.vps.roster import RosterSet, Rows
+from dynatrain_megatron.vps.roster import KindRows, RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
 
 TRAINED = tuple(
@@ -309,4 +309,4 @@ def _assemble(
     of_rank = kind_of_rank.reshape(-1)
     if num_ranks is not None and num_ranks > len(of_rank):
         of_rank = np.append(of_rank, np.full(num_ranks - len(of_rank), kinds.shape[1]))
-    return RosterSet(tensors, of_rank, Rows(kind, slot, tensor[row], start[row], stop[row]))
+    return RosterSet(tensors, of_rank, KindRows(kind, slot, tensor[row], start[row], stop[row]))

@@ -120,7 +120,7 @@ class RosterBuilder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class KindRows:
     """Fragments of distinct rosters, in order of kind and slot.
 
     ``kind``, ``slot``, ``tensor`` [n], ``start``, ``stop`` [n, D]; the slots of a kind are 0, 1, ….
@@ -147,7 +147,7 @@ class RosterSet:
 
     tensors: tuple[LogicalTensor, ...]
     kind_of_rank: IntArray
-    rows: Rows
+    rows: KindRows
 
     @classmethod
     def merge(
@@ -177,7 +177,7 @@ class RosterSet:
         sizes = np.array([len(table) for table in tables], dtype=np.int64)
         whole = np.concatenate(tables) if tables else np.zeros((0, 1 + 2 * dims), dtype=np.int64)
         slot, kind = ranges(np.zeros(len(sizes), dtype=np.int64), sizes)
-        rows = Rows(kind, slot, whole[:, 0], whole[:, 1 : 1 + dims], whole[:, 1 + dims :])
+        rows = KindRows(kind, slot, whole[:, 0], whole[:, 1 : 1 + dims], whole[:, 1 + dims :])
         return cls(tuple(tensors), np.array(kind_of_rank, dtype=np.int64), rows)
 
     @property
@@ -243,7 +243,7 @@ class RosterSet:
         return RosterSet(
             tuple(self.tensors[number] for number in tensors.tolist()),
             self.kind_of_rank,
-            Rows(
+            KindRows(
                 kind,
                 before[chosen] - first[kind],
                 np.searchsorted(tensors, rows.tensor[chosen]),

@@ -31,7 +31,7 @@ from dynatrain_megatron.engine.parcels import make_parcels
 from dynatrain_megatron.engine.transport import Terms
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology
-from dynatrain_megatron.planner.routes import Side
+from dynatrain_megatron.planner.routes import TakesFrom
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterBuilder, State, StateKind
 from tests.engine.test_transport import TRANSPORTS, on_threads
 from tests.planner.worlds import Case, irregular_cases, mixed_cases, region_of, shared_cases
@@ -196,7 +196,7 @@ def test_no_window_has_more_operations_than_its_bound(
     size = len(source)
     plan = case.plan(topology_of([0] * size, size), PlanOptions(staging, window_ops, schedule))
     for each in plan.passes:
-        given = source if each.takes_from is Side.SOURCE else target
+        given = source if each.takes_from is TakesFrom.SOURCE else target
         sent, received = defaultdict(list), defaultdict(list)
         for rank, end in enumerate(
             LocalTransport.mesh(size)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
-from dynatrain_megatron.planner.routes import Routes, Side
+from dynatrain_megatron.planner.routes import Routes, TakesFrom
 from dynatrain_megatron.vps import (
     LogicalTensor,
     Region,
@@ -272,6 +272,12 @@ def layout_case(source: ParallelLayout, target: ParallelLayout, model: Model | N
     return Case(chosen.rosters(source), chosen.rosters(target))
 
 
+def choose_routes(source: RosterSet, target: RosterSet, topology: Topology) -> Routes:
+    """All pieces, moved and retained, of a plan without relays."""
+    (only,) = make_plan(source, target, topology, PlanOptions(relay=False)).passes
+    return only.schedule.pieces.and_also(only.schedule.retained)
+
+
 # ------------------------------------------------------------------ truth
 
 
@@ -327,7 +333,7 @@ def carry_out(plan: Plan, case: Case) -> None:
     source = [_Storage(case.before[rank], filled=True) for rank in range(plan.num_ranks)]
     target = [_Storage(case.after[rank], filled=False) for rank in range(plan.num_ranks)]
     for side, part in plan.pieces():
-        given = source if side is Side.SOURCE else target
+        given = source if side is TakesFrom.SOURCE else target
         taken = []
         for i in range(len(part)):  # all of a pass before any of it is there
             tensor = plan.tensors[int(part.tensor[i])]

@@ -316,11 +316,11 @@ def poisoned() -> Iterator[None]:
             poison(self._memory)
         clear(self)
 
-    def freed(storages: Any) -> int:
+    def freed(storages: Any) -> None:
         all_of_them = list(storages)
         for storage in all_of_them:
             poison_storage(storage)
-        return free(all_of_them)
+        free(all_of_them)
 
     with (
         mock.patch.object(holdings, "allocate", allocated),
@@ -343,6 +343,10 @@ class _Ends(NamedTuple):
     topology: Topology
     options: PlanOptions
     plans: list[StagedPlan]
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(plan.moved_bytes for plan in self.plans[0].plans)
 
 
 class Made:
@@ -374,7 +378,7 @@ class Made:
         bridge = sorted({*self.world, *wanted.processes})
         ends = self._ends(wanted, bridge)
         outcome = Outcome(wanted, world=len(bridge), stages=ends.stages.count)
-        outcome.moved_bytes = ends.plans[0].moved_bytes
+        outcome.moved_bytes = ends.moved_bytes
         fault = _armed(wanted, ends)
         moves = self._moves(wanted, ends)
         with poisoned():
@@ -521,9 +525,8 @@ class Made:
             if moves[rank].ledger.peak_extra_bytes > plan.extra:
                 outcome.wrong.append(f"rank {rank}: more memory than planned")
         sent = sum(report.sent_bytes for move in moves for report in move.reports)
-        bound = ends.plans[0].moved_bytes
-        if sent != bound:
-            outcome.wrong.append(f"{sent} bytes were sent, {bound} planned")
+        if sent != ends.moved_bytes:
+            outcome.wrong.append(f"{sent} bytes were sent, {ends.moved_bytes} planned")
 
     def _look_at_both(self, truth: Truth, ends: _Ends, outcome: Outcome) -> str:
         """Every stage is whole in the source, or where some of that is gone, in the target."""
