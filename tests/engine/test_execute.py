@@ -17,7 +17,6 @@ from dynatrain_megatron.engine import (
     ExecutionReport,
     Fragments,
     FragmentsBuilder,
-    LocalTransport,
     RingTransport,
     SameHostTransport,
     TorchTransport,
@@ -33,6 +32,7 @@ from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology
 from dynatrain_megatron.planner.routes import TakesFrom
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterBuilder, State, StateKind
+from tests.engine.local import LocalTransport
 from tests.engine.test_transport import TRANSPORTS, on_threads
 from tests.planner.worlds import Case, irregular_cases, mixed_cases, region_of, shared_cases
 
