@@ -53,7 +53,6 @@ from dynatrain_megatron.engine import (  # noqa: E402
 )
 from dynatrain_megatron.engine.fingerprint import check_received  # noqa: E402
 from dynatrain_megatron.engine.transport import (  # noqa: E402
-    LocalTransport,
     Message,
     Terms,
     Transfer,
@@ -68,6 +67,7 @@ from dynatrain_megatron.vps import (  # noqa: E402
     State,
     StateKind,
 )
+from tests.engine.local import LocalTransport  # noqa: E402
 
 RANKS = 4
 TIMEOUT_S = 60.0

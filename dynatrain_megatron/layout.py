@@ -16,7 +16,7 @@ The same ranks form two grids. Attention and dense layers use ``tp × cp × dp �
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from dynatrain_megatron.errors import LayoutError, did_you_mean, shown
@@ -180,37 +180,6 @@ class ParallelLayout:
         for axis, (size, stride) in self._grid(expert=True).items():
             found[axis] = rank // stride % size
         return found
-
-    def rank_of(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at a coordinate of one grid.
-
-        The dense grid has the axes tp, cp, dp, pp, the expert grid etp, ep, edp, pp. Axes left out
-        count as 0. A coordinate with axes of both grids must mean one rank.
-        """
-        grids = {"dense": self._grid(expert=False), "expert": self._grid(expert=True)}
-        for axis, index in coordinate.items():
-            sizes = [grid[axis][0] for grid in grids.values() if axis in grid]
-            if not sizes:
-                allowed = sorted({name for grid in grids.values() for name in grid})
-                raise LayoutError(
-                    f"coordinate axis {axis!r} is unknown{did_you_mean(axis, allowed)}; "
-                    f"allowed: {', '.join(allowed)}"
-                )
-            if not 0 <= index < sizes[0]:
-                raise LayoutError(f"index {axis}={index} is not below the degree {axis}={sizes[0]}")
-        ranks = {
-            name: sum(coordinate.get(axis, 0) * stride for axis, (_, stride) in grid.items())
-            for name, grid in grids.items()
-            if any(axis in grid and axis != "pp" for axis in coordinate)
-        }
-        if len(set(ranks.values())) > 1:
-            raise LayoutError(
-                f"coordinate {dict(coordinate)} means rank {ranks['dense']} on the dense grid and "
-                f"rank {ranks['expert']} on the expert grid of {self}; give the axes of one grid"
-            )
-        if ranks:
-            return next(iter(ranks.values()))
-        return coordinate.get("pp", 0) * grids["dense"]["pp"][1]
 
     def _grid(self, *, expert: bool) -> dict[str, tuple[int, int]]:
         """Size and rank stride of each axis of one grid."""
@@ -400,32 +369,6 @@ def derive(base: ParallelLayout, changes: Mapping[str, object] | str, world: int
     return ParallelLayout(**values)  # type: ignore[arg-type]  # checked by the constructor
 
 
-def layouts(world: int, axes: Sequence[str] = ("tp", "pp", "dp")) -> list[ParallelLayout]:
-    """All layouts of ``world`` ranks that differ in ``axes`` (of tp, pp, cp, dp, ep) only.
-
-    Degrees of other axes are 1. Sorted by the degrees in the order of ``axes``. Whether a model
-    allows one is for :meth:`ParallelLayout.check` to say.
-    """
-    _degree("world", world)
-    allowed = (*_DENSE_AXES, "ep")
-    for axis in axes:
-        if axis not in allowed:
-            raise LayoutError(
-                f"axis {axis!r} cannot be varied{did_you_mean(axis, allowed)}; "
-                f"allowed: {', '.join(allowed)}"
-            )
-    if len(set(axes)) != len(axes):
-        raise LayoutError(f"each axis may be varied once, got {', '.join(axes)}")
-    found = []
-    dense = [axis for axis in axes if axis != "ep"]
-    for degrees in _factorisations(world, len(dense)):
-        sizes = dict.fromkeys(_DENSE_AXES, 1) | dict(zip(dense, degrees, strict=True))
-        tp, cp, dp, pp = (sizes[axis] for axis in _DENSE_AXES)
-        for ep in _divisors(cp * dp) if "ep" in axes else (1,):
-            found.append(ParallelLayout(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp))
-    return sorted(found, key=lambda layout: [getattr(layout, axis) for axis in axes])
-
-
 def _read_tokens(text: str) -> dict[str, object]:
     """The values that a short form names; each at most once."""
     if not text:
@@ -522,18 +465,3 @@ def _must_divide(divisor: str, degree: int, name: str, size: int | None) -> None
         raise LayoutError(
             f"{divisor} must divide {name}={size} ({size} mod {degree} = {size % degree})"
         )
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (d for d in range(1, number + 1) if number % d == 0)
-
-
-def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ordered tuples of ``count`` positive numbers with the product ``number``."""
-    if count == 0:
-        if number == 1:
-            yield ()
-        return
-    for first in _divisors(number):
-        for rest in _factorisations(number // first, count - 1):
-            yield (first, *rest)

@@ -5,6 +5,7 @@ levels below; rooms of one level may use each other as long as no circle comes o
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -214,6 +215,16 @@ def loads_megatron() -> set[str]:
 def test_a_module_that_loads_megatron_is_only_imported_when_it_is_used() -> None:
     eager = [str(i) for i in imports() if i.top and own_module(i.target) in loads_megatron()]
     assert eager == []
+
+
+def test_a_room_that_lists_its_modules_lists_them_all() -> None:
+    missing = []
+    for package, path in modules().items():
+        named = set(re.findall(r"``(\w+)``", ast.get_docstring(ast.parse(path.read_text())) or ""))
+        own = {m.rpartition(".")[2] for m in modules() if m.rpartition(".")[0] == package}
+        if path.name == "__init__.py" and named & own:
+            missing += [f"{package}: {name}" for name in sorted(own - named)]
+    assert missing == []
 
 
 @pytest.mark.host

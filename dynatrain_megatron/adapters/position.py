@@ -20,6 +20,7 @@ from dynatrain_megatron.adapters.arguments import differences
 from dynatrain_megatron.adapters.job import Job
 from dynatrain_megatron.adapters.samplers import LaunchData
 from dynatrain_megatron.adapters.state import HostState, hyperparameters, take_hyperparameters
+from dynatrain_megatron.engine.fragments import dtype_name
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.layout import ParallelLayout
 
@@ -79,7 +80,7 @@ def take_over(job: Job, told: bytes) -> None:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() <= 1:
-        kind = str(value.dtype).removeprefix("torch.")
+        kind = dtype_name(value.dtype)
         return {_TENSOR: value.tolist(), "dtype": kind, "device": value.device.type}
     if isinstance(value, Namespace):
         return vars(value)

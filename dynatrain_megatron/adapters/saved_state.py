@@ -23,6 +23,7 @@ import torch
 
 from dynatrain_megatron.adapters.saved import SavedCheckpoint, SavedTensor
 from dynatrain_megatron.engine.fingerprint import Piece, by_label, hash_pieces, whole
+from dynatrain_megatron.engine.fragments import dtype_name
 from dynatrain_megatron.errors import CheckpointError
 from dynatrain_megatron.vps.region import Region, without
 from dynatrain_megatron.vps.tensors import ITEM_BYTES, LogicalTensor, State, StateKind
@@ -158,10 +159,10 @@ def _hashed(
 ) -> dict[str, str]:
     """The fingerprint of what lies in ``regions``, which do not overlap; converted first."""
     kept = tensor.dtype if dtype is None else dtype
-    dtype_name = str(kept).removeprefix("torch.")
-    if dtype_name not in ITEM_BYTES:
-        raise CheckpointError(f"{checkpoint.directory}: {tensor.key} has dtype {dtype_name}")
-    logical = LogicalTensor(name, tensor.shape, (State(kind, dtype_name),))
+    kept_as = dtype_name(kept)
+    if kept_as not in ITEM_BYTES:
+        raise CheckpointError(f"{checkpoint.directory}: {tensor.key} has dtype {kept_as}")
+    logical = LogicalTensor(name, tensor.shape, (State(kind, kept_as),))
     pieces = (
         Piece(0, part.start, (value.to(kept),))
         for part, value in _values(checkpoint, tensor, regions)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
+from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder, dtype_name
 from dynatrain_megatron.engine.memory import release
 from dynatrain_megatron.errors import SwitchRefused
 from dynatrain_megatron.vps.region import Region, flat_range_regions
@@ -447,7 +447,7 @@ def _add_shard(builder: FragmentsBuilder, shard: Shard, parts: Sequence[_Part]) 
         tensor = LogicalTensor(
             part.name,
             part.shape,
-            tuple(State(kind, _dtype_name(shard.states[kind])) for kind in kinds),
+            tuple(State(kind, dtype_name(shard.states[kind].dtype)) for kind in kinds),
         )
         extra = len(part.shape) - len(shape)  # leading axes of the logical tensor (layer, expert)
         for owned in flat_range_regions(shape, shard.start, shard.stop):
@@ -474,7 +474,7 @@ def _add_whole(builder: FragmentsBuilder, data: torch.Tensor, parts: Sequence[_P
         # Layers share a key, and one of them may be frozen while others are trained: those are
         # logical tensors of their own, with other states.
         name = f"{part.name} {kind}"
-        tensor = LogicalTensor(name, part.shape, (State(kind, _dtype_name(data)),))
+        tensor = LogicalTensor(name, part.shape, (State(kind, dtype_name(data.dtype)),))
         extra = len(part.shape) - data.dim()
         cut = tuple(slice(a, b) for a, b in zip(part.local.start, part.local.stop, strict=True))
         view = data.detach()[cut]
@@ -493,10 +493,6 @@ def _logical(local: Region, part: _Part, extra: int) -> Region:
             *(b + o for b, o in zip(inside.stop, part.start[extra:], strict=True)),
         ),
     )
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _steps_per_param(inner: torch.optim.Optimizer) -> bool:

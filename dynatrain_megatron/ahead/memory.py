@@ -20,7 +20,7 @@ from dynatrain_megatron.planner.stages import (
     one_stage,
     planned_peak,
 )
-from dynatrain_megatron.vps.boxes import IntArray, volumes
+from dynatrain_megatron.vps.boxes import IntArray
 from dynatrain_megatron.vps.roster import RosterSet
 
 GRAD_BYTES = 4
@@ -101,12 +101,10 @@ class _Side:
     """What the storages of ranks take in one layout."""
 
     def __init__(self, rosters: RosterSet, local: Local | None) -> None:
-        rows = rosters.rows
-        numel = volumes(rows.start, rows.stop)
         states = np.array([len(t.states) for t in rosters.tensors], dtype=np.int64)
         self._rosters, self._local = rosters, local
-        self._bytes = numel * rosters.element_bytes[rows.tensor]  # of each row, all states
-        self._largest = self._bytes // states[rows.tensor]  # of one of them
+        self._bytes = rosters.row_bytes
+        self._largest = self._bytes // states[rosters.rows.tensor]  # of one state
 
     def of(self, rank: int, stage_of_row: IntArray) -> SideMemory:
         """Those of one rank, its storages in the stages that their rows are in."""

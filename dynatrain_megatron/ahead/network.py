@@ -68,7 +68,6 @@ class Outcome:
     seconds: float
     least_s: float
     busiest: str
-    num_events: int
 
 
 def run(traffic: Traffic, network: Network) -> Outcome:
@@ -77,11 +76,11 @@ def run(traffic: Traffic, network: Network) -> Outcome:
     use = links.used_by(traffic)
     least_s, busiest = links.busiest(use, traffic.nbytes)
     if not len(traffic):
-        return Outcome(0.0, 0.0, busiest, 0)
+        return Outcome(0.0, 0.0, busiest)
     state = _State(traffic, network)
     step = STEP * max(least_s, 1e-12) / state.most_windows
     left = np.maximum(traffic.nbytes.astype(np.float64), 1.0)
-    now, num_events = 0.0, 0
+    now = 0.0
     active = np.zeros(0, dtype=np.int64)
     while True:
         begun = state.begun(now + step)
@@ -102,8 +101,7 @@ def run(traffic: Traffic, network: Network) -> Outcome:
         if done.any():
             state.finish(active[done], now)
             active = active[~done]
-        num_events += 1
-    return Outcome(now, least_s, busiest, num_events)
+    return Outcome(now, least_s, busiest)
 
 
 def fair_rates(use: IntArray, capacity: FloatArray) -> FloatArray:

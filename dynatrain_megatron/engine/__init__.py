@@ -5,14 +5,13 @@ from dynatrain_megatron.engine.execute import BoundPlan, ExecutionReport, bind_p
 from dynatrain_megatron.engine.fragments import Fragments, FragmentsBuilder
 from dynatrain_megatron.engine.rings import RingTransport
 from dynatrain_megatron.engine.same_host import SameHostTransport
-from dynatrain_megatron.engine.transport import LocalTransport, TorchTransport, Transport
+from dynatrain_megatron.engine.transport import TorchTransport, Transport
 
 __all__ = [
     "BoundPlan",
     "ExecutionReport",
     "Fragments",
     "FragmentsBuilder",
-    "LocalTransport",
     "RingTransport",
     "SameHostTransport",
     "TorchTransport",

@@ -32,7 +32,7 @@ from dynatrain_megatron.engine.streams import Copies, Streams, streams_for
 from dynatrain_megatron.engine.transport import Message, Transfer, Transport, as_bytes
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
-from dynatrain_megatron.planner.routes import Routes, Side
+from dynatrain_megatron.planner.routes import Routes, TakesFrom
 from dynatrain_megatron.planner.schedule import Schedule
 
 
@@ -97,7 +97,7 @@ def bind_plan(
     """This rank's part of ``plan`` bound to memory; collective over ranks that exchange any."""
     parcels, kept = [], []
     for each in plan.passes:
-        given = source if each.takes_from is Side.SOURCE else target
+        given = source if each.takes_from is TakesFrom.SOURCE else target
         parcels.append(make_parcels(each.schedule, given, target, transport, timeout_s=timeout_s))
         kept.append(_retained(each.schedule.retained, given, target, transport))
     return BoundPlan(tuple(parcels), tuple(kept))

@@ -27,7 +27,7 @@ from dynatrain_megatron.engine.transport import Message, Transport
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.faults import Phase
 from dynatrain_megatron.planner.plan import Plan
-from dynatrain_megatron.planner.routes import Routes, Side, unique_cover
+from dynatrain_megatron.planner.routes import Routes, TakesFrom, unique_cover
 from dynatrain_megatron.planner.schedule import Schedule
 from dynatrain_megatron.vps.boxes import BoolArray, IntArray
 from dynatrain_megatron.vps.roster import RosterSet
@@ -156,7 +156,7 @@ def check_received(
     )
     gave, expected = np.zeros_like(got), np.zeros_like(got)
     for each in plan.passes:
-        given = source if each.takes_from is Side.SOURCE else target
+        given = source if each.takes_from is TakesFrom.SOURCE else target
         _add_given(gave, expected, plan.tensors, each.schedule, given, transport, timeout_s)
     wrong = [plan.tensors[t].name for t in np.unique(np.nonzero(expected != got)[0])]
     reports = transport.all_gather(json.dumps(wrong).encode(), timeout_s=timeout_s)

@@ -52,7 +52,7 @@ class FragmentsBuilder:
         Raises ``ValueError`` where a view's shape or dtype is not what was declared.
         """
         for view, state in zip(views, tensor.states, strict=True):
-            dtype = str(view.dtype).removeprefix("torch.")
+            dtype = dtype_name(view.dtype)
             if tuple(view.shape) != region.shape or dtype != state.dtype:
                 raise ValueError(
                     f"{tensor.name!r} {state.kind}: expected {region.shape} {state.dtype}, "
@@ -63,3 +63,8 @@ class FragmentsBuilder:
 
     def build(self) -> Fragments:
         return Fragments(self._roster.build(), tuple(self._views))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that a :class:`State` and ``ITEM_BYTES`` have for it."""
+    return str(dtype).removeprefix("torch.")

@@ -42,7 +42,7 @@ Way = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class Rings:
     """This rank's links by peer, and what kept others from being made, on any rank.
 
     ``ring_bytes`` is the memory of a rank's own rings, the most that any rank has: the same number
@@ -54,7 +54,7 @@ class Links:
     ring_bytes: int
 
 
-def meet(transport: Transport, ways: Iterable[Way], *, ring_bytes: int, timeout_s: float) -> Links:
+def meet(transport: Transport, ways: Iterable[Way], *, ring_bytes: int, timeout_s: float) -> Rings:
     """Share a ring for each of ``ways``, which are the same on all ranks; collective.
 
     A rank's own rings take ``ring_bytes`` together at most, or two pages each if that is more.
@@ -94,7 +94,7 @@ class _Meeting:
         self._incoming: dict[int, Ring] = {}
         self._problems: list[str] = []
 
-    def hold(self) -> Links:
+    def hold(self) -> Rings:
         for peer in sorted(dst for src, dst in self._ways if src == self._rank):
             with self._trying(f"cannot make a ring for rank {peer}"):
                 self._outgoing[peer] = Ring.create(self._slot_bytes)
@@ -160,7 +160,7 @@ class _Meeting:
                     self._connections[peer] = connection
                     self._greet(peer, connection, tokens[peer])
 
-    def _agree(self) -> Links:
+    def _agree(self) -> Rings:
         """Keep what works at both ends, and give the rest back."""
         self._connections = {p: c for p, c in self._connections.items() if c.fileno() >= 0}
         answers = self._tell([sorted(self._connections), sorted(self._incoming), self._problems])
@@ -183,7 +183,7 @@ class _Meeting:
         for src, dst in sorted(self._ways - used):
             reasons = "; ".join(answers[src][2] + answers[dst][2])
             problems.append(f"rank {src} shares no ring with rank {dst} ({reasons})")
-        return Links(links, problems, self._ring_bytes if used else 0)
+        return Rings(links, problems, self._ring_bytes if used else 0)
 
     def _tell(self, what: object) -> list[Any]:
         rows = self._transport.all_gather(json.dumps(what).encode(), timeout_s=self._timeout_s)

@@ -18,25 +18,22 @@ def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage._cdata: storage.nbytes() for storage in distinct_storages(tensors)}
 
 
-def release(tensors: Iterable[torch.Tensor]) -> int:
-    """Free the storages behind ``tensors`` though they are still referenced; returns the bytes.
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Free the storages behind ``tensors`` though they are still referenced.
 
     The tensors and all their views survive as objects without memory: reading one afterwards is an
     error of the caller. Megatron's own frame keeps references to a model it handed to ``train``,
     so dropping ours would free nothing. Memory that NumPy has looked at, as Megatron's check of
     weight hashes does on a CPU, cannot be taken away; it goes with the last reference to it.
     """
-    return free(distinct_storages(tensors))
+    free(distinct_storages(tensors))
 
 
-def free(storages: Iterable[torch.UntypedStorage]) -> int:
+def free(storages: Iterable[torch.UntypedStorage]) -> None:
     """The same for storages."""
-    freed = 0
     for storage in storages:
         if storage.resizable():
-            freed += storage.nbytes()
             storage.resize_(0)
-    return freed
 
 
 def allocate(storage: torch.UntypedStorage, nbytes: int, *, zeros: bool) -> None:

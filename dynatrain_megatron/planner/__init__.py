@@ -8,6 +8,7 @@ itself. The steps:
 ``cells``     every box once, and the sets of ranks that hold it
 ``flows``     what one set of ranks holds and one set wants
 ``shares``    who sends which part of a flow to whom; ``balance`` shares it out between holders
+``relays``    where several ranks of a node want the same: it comes to them once, they pass it on
 ``routes``    the pieces of that: regions, and the fragments they are in
 ``schedule``  streams between two ranks as messages, messages in bounded windows: the columns
 ``windows``   who places them: ``direct``, ``rounds`` (xor, ring), or what ``cost`` says is fastest
@@ -16,7 +17,10 @@ itself. The steps:
 ``stages``    parts of the state moved one after the other, and the memory that takes; ``staged``
               is a plan for each of them
 
-Before that ``placement`` may let processes take other ranks, so that less has to move at all.
+Before that ``placement`` may let processes take other ranks, so that less has to move at all; which
+rank is worth most to whom is ``assignment``. ``topology`` is where ranks are and how fast their
+links, ``topology_file`` what a user says of that. ``bound`` judges plans: how little the busiest
+rank could send.
 """
 
 from dynatrain_megatron.planner.cache import PlanCache, Recent

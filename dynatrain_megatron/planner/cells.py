@@ -26,7 +26,7 @@ from dynatrain_megatron.vps.boxes import (
     scatter,
     volumes,
 )
-from dynatrain_megatron.vps.region import Region
+from dynatrain_megatron.vps.region import Region, without
 from dynatrain_megatron.vps.roster import RosterSet
 
 
@@ -325,10 +325,12 @@ def _left_over(boxes: Boxes, index: IntArray, start: IntArray, stop: IntArray) -
     starts: list[tuple[int, ...]] = []
     stops: list[tuple[int, ...]] = []
     for box in np.nonzero(covered < volumes(boxes.start, boxes.stop))[0].tolist():
-        left = [Region(tuple(boxes.start[box].tolist()), tuple(boxes.stop[box].tolist()))]
-        for part in np.nonzero(index == box)[0].tolist():
-            taken = Region(tuple(start[part].tolist()), tuple(stop[part].tolist()))
-            left = [rest for one in left for rest in one.subtract(taken)]
+        whole = Region(tuple(boxes.start[box].tolist()), tuple(boxes.stop[box].tolist()))
+        taken = [
+            Region(tuple(start[part].tolist()), tuple(stop[part].tolist()))
+            for part in np.nonzero(index == box)[0].tolist()
+        ]
+        left = without(whole, taken)
         owner += [box] * len(left)
         starts += [one.start for one in left]
         stops += [one.stop for one in left]

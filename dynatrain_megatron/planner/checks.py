@@ -180,7 +180,7 @@ def lower_bound_bytes(source: RosterSet, target: RosterSet, rank: int | None = N
     (has, wants), times = np.unique(both, axis=1, return_counts=True)
     own, need = _fragments(source, has), _fragments(target, wants)
     need_bytes = target.element_bytes[need.tensor] * times[need.group]
-    _, j, common = _common(target, _held_once(target, own), need)
+    _, j, common = _common(target, _without_overlap(target, own), need)
     kept = int((common * need_bytes[j]).sum())
     return int((volumes(need.start, need.stop) * need_bytes).sum()) - kept
 
@@ -288,7 +288,7 @@ def _common(
     return i[meet], j[meet], common[meet]
 
 
-def _held_once(rosters: RosterSet, held: _Fragments) -> _Fragments:
+def _without_overlap(rosters: RosterSet, held: _Fragments) -> _Fragments:
     """The same elements, each once where a rank has boxes that overlap."""
     i, j, _ = _common(rosters, held, held)
     if (i == j).all():
@@ -296,11 +296,9 @@ def _held_once(rosters: RosterSet, held: _Fragments) -> _Fragments:
     parts: list[tuple[int, int, Region]] = []
     for box in range(len(held.group)):
         group, tensor = int(held.group[box]), int(held.tensor[box])
-        new = [Region(tuple(held.start[box].tolist()), tuple(held.stop[box].tolist()))]
-        for other_group, other_tensor, known in list(parts):
-            if (other_group, other_tensor) == (group, tensor):
-                new = [rest for part in new for rest in part.subtract(known)]
-        parts += [(group, tensor, part) for part in new]
+        whole = Region(tuple(held.start[box].tolist()), tuple(held.stop[box].tolist()))
+        known = [part for g, t, part in parts if (g, t) == (group, tensor)]
+        parts += [(group, tensor, part) for part in without(whole, known)]
     return _Fragments(
         np.array([group for group, _, _ in parts]),
         np.array([tensor for _, tensor, _ in parts]),

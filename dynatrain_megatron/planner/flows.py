@@ -28,7 +28,7 @@ from dynatrain_megatron.planner.cells import (
 )
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.vps.boxes import IntArray, run_starts, volumes
-from dynatrain_megatron.vps.region import Region
+from dynatrain_megatron.vps.region import Region, without
 from dynatrain_megatron.vps.roster import RosterSet
 
 
@@ -87,7 +87,7 @@ def find_flows(source: RosterSet, target: RosterSet, topology: Topology) -> Flow
     return _by_flow(target, cells, boxes, (holders, sources), (wanters, targets), cell, box)
 
 
-def held_once(rosters: RosterSet, topology: Topology) -> Flows:
+def cover_flows(rosters: RosterSet, topology: Topology) -> Flows:
     """All that any rank holds, each element once, as flows from its holders to themselves."""
     cells = disjoint_cells(rosters)
     named = sets_of_ranks(cells, rosters, np.array(topology.node, dtype=np.int64))
@@ -146,13 +146,14 @@ def _check_all_held(
     )
     first = np.lexsort((boxes.low[short], rank, boxes.tensor[short]))[0]
     worst = int(short[first])
-    missing = [Region(tuple(boxes.start[worst].tolist()), tuple(boxes.stop[worst].tolist()))]
-    for part in np.nonzero(box == worst)[0].tolist():
-        found = Region(tuple(start[part].tolist()), tuple(stop[part].tolist()))
-        missing = [rest for one in missing for rest in one.subtract(found)]
+    found = [
+        Region(tuple(start[part].tolist()), tuple(stop[part].tolist()))
+        for part in np.nonzero(box == worst)[0].tolist()
+    ]
+    whole = Region(tuple(boxes.start[worst].tolist()), tuple(boxes.stop[worst].tolist()))
+    hole = min(without(whole, found))
     tensor = target.tensors[int(boxes.tensor[worst])]
     ndim = len(tensor.shape)
-    hole = min(missing)
     raise TransitionError(
         f"{tensor.name!r}: rank {int(rank[first])} of the target needs "
         f"[{hole.start[:ndim]}, {hole.stop[:ndim]}), which no rank of the source holds"

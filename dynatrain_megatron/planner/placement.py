@@ -62,15 +62,6 @@ class Placement:
     def saved_bytes(self) -> int:
         return self.identity_bytes - self.moved_bytes
 
-    @property
-    def is_identity(self) -> bool:
-        return self.process_of_rank == tuple(range(len(self.process_of_rank)))
-
-    @property
-    def rank_of_process(self) -> tuple[int, ...]:
-        """The rank that each process takes."""
-        return tuple(np.argsort(self.process_of_rank).tolist())
-
 
 def place(
     source: RosterSet,

@@ -13,7 +13,7 @@ from dynatrain_megatron.planner.cells import grouped_order
 from dynatrain_megatron.planner.checks import check_coverage, check_messages, lower_bound_bytes
 from dynatrain_megatron.planner.flows import Flows, find_flows
 from dynatrain_megatron.planner.relays import choose_relayed_shares
-from dynatrain_megatron.planner.routes import Routes, Side, pieces_of
+from dynatrain_megatron.planner.routes import Routes, TakesFrom, pieces_of
 from dynatrain_megatron.planner.schedule import Links, Messages, Schedule, links_of
 from dynatrain_megatron.planner.shares import Shares, Sources, choose_shares, no_shares
 from dynatrain_megatron.planner.topology import Topology
@@ -65,7 +65,7 @@ class Pass:
     should take (:mod:`planner.cost`).
     """
 
-    takes_from: Side
+    takes_from: TakesFrom
     links: Links
     schedule: Schedule
     num_operations: int
@@ -144,7 +144,7 @@ class Plan:
         """Seconds that all passes should take, one after the other."""
         return sum(each.predicted_s for each in self.passes)
 
-    def pieces(self) -> Iterator[tuple[Side, Routes]]:
+    def pieces(self) -> Iterator[tuple[TakesFrom, Routes]]:
         """All pieces, moved and retained, and where their sources lie."""
         for each in self.passes:
             yield each.takes_from, each.schedule.pieces
@@ -191,15 +191,10 @@ def make_plan(
         )
     else:
         brought, relayed = choose_shares(flows, topology, options.sources), no_shares()
-    first, messages = _make_pass(
-        flows, brought, Side.SOURCE, source, target, topology, options, rank
-    )
-    made = [(first, messages)]
+    about = source, target, topology, options, rank
+    made = [_make_pass(flows, brought, TakesFrom.SOURCE, *about)]
     if len(relayed):
-        before = int(messages.count.max(initial=0)) * len(first.links)
-        made.append(
-            _make_pass(flows, relayed, Side.TARGET, source, target, topology, options, rank, before)
-        )
+        made.append(_make_pass(flows, relayed, TakesFrom.TARGET, *about))
     kept = brought.src == brought.dst
     retained = _by_rank(
         brought.dst[kept],
@@ -208,8 +203,9 @@ def make_plan(
     )
     for each, _ in made:
         check_messages(each.schedule)
+    first = made[0][0].schedule
     check_coverage(
-        first.schedule.pieces.and_also(first.schedule.retained),
+        first.pieces.and_also(first.retained),
         source,
         target,
         rank,
@@ -229,13 +225,12 @@ def make_plan(
 def _make_pass(
     flows: Flows,
     shares: Shares,
-    side: Side,
+    takes_from: TakesFrom,
     source: RosterSet,
     target: RosterSet,
     topology: Topology,
     options: PlanOptions,
     rank: int | None,
-    first_operation: int = 0,
 ) -> tuple[Pass, Messages]:
     """The pass that moves and keeps ``shares``, and the messages of all ranks in it."""
     links, link = links_of(flows, shares)
@@ -250,7 +245,7 @@ def _make_pass(
     schedule = _schedule(
         flows,
         shares,
-        side,
+        takes_from,
         link,
         links,
         messages,
@@ -258,10 +253,9 @@ def _make_pass(
         target,
         rank,
         options.window_ops,
-        first_operation,
     )
     made = Pass(
-        side,
+        takes_from,
         links,
         schedule,
         len(messages),
@@ -275,7 +269,7 @@ def _make_pass(
 def _schedule(
     flows: Flows,
     shares: Shares,
-    side: Side,
+    takes_from: TakesFrom,
     link: IntArray,
     links: Links,
     messages: Messages,
@@ -283,7 +277,6 @@ def _schedule(
     target: RosterSet,
     rank: int | None,
     window_ops: int,
-    first_operation: int,
 ) -> Schedule:
     """Pieces and messages of all ranks, or of one; ``link`` is the one each share belongs to."""
     moved, kept, sent = link >= 0, link < 0, np.ones(len(links), dtype=np.bool_)
@@ -293,9 +286,9 @@ def _schedule(
         sent = (links.src == rank) | (links.dst == rank)
     own_link, part, window = messages.of_links(np.nonzero(sent)[0])
     pieces, share, piece_part = pieces_of(
-        flows, shares.take(moved), source, target, messages.steps[link[moved]], side
+        flows, shares.take(moved), source, target, messages.steps[link[moved]], takes_from
     )
-    retained, _, _ = pieces_of(flows, shares.take(kept), source, target, takes_from=side)
+    retained, _, _ = pieces_of(flows, shares.take(kept), source, target, takes_from=takes_from)
     # Messages are in order of link and part, and so are pieces: bring both into that of windows.
     turn = (links.dst - links.src)[own_link] % target.num_ranks
     order = np.lexsort((part, links.src[own_link], turn, window))
@@ -306,11 +299,10 @@ def _schedule(
     message = place[np.searchsorted(own_link * parts + part, key)]
     by_message = grouped_order(message)
     pieces, message = pieces.take(by_message), message[by_message]
-    own_link, part, window = own_link[order], part[order], window[order]
+    own_link, window = own_link[order], window[order]
     nbytes = np.zeros(len(order), dtype=np.int64)
     np.add.at(nbytes, message, pieces.numel * target.element_bytes[pieces.tensor])
     return Schedule(
-        first_operation + part * len(links) + own_link,
         links.src[own_link],
         links.dst[own_link],
         window,

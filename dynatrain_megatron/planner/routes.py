@@ -19,8 +19,8 @@ from enum import StrEnum
 import numpy as np
 
 from dynatrain_megatron.planner.cells import disjoint_cells
-from dynatrain_megatron.planner.flows import Flows, find_flows, held_once
-from dynatrain_megatron.planner.shares import Shares, choose_shares, share_cover
+from dynatrain_megatron.planner.flows import Flows, cover_flows
+from dynatrain_megatron.planner.shares import Shares, share_cover
 from dynatrain_megatron.planner.topology import Topology
 from dynatrain_megatron.vps.boxes import (
     BoolArray,
@@ -33,7 +33,7 @@ from dynatrain_megatron.vps.boxes import (
 from dynatrain_megatron.vps.roster import RosterSet
 
 
-class Side(StrEnum):
+class TakesFrom(StrEnum):
     """Whose fragments a sender takes from: those of the source, or of the target."""
 
     SOURCE = "source"
@@ -96,27 +96,13 @@ class Replica:
     holders: dict[int, int]
 
 
-def choose_routes(source: RosterSet, target: RosterSet, topology: Topology) -> Routes:
-    """Route every element of every target fragment, as pieces of all ranks.
-
-    What the receiving rank already holds is retained. Everything else comes from the nearest
-    holders (same node first), shared out evenly. The result depends on the inputs alone.
-
-    Raises :class:`TransitionError` naming tensor, region and rank where no rank holds an element.
-    """
-    flows = find_flows(source, target, topology)
-    shares = choose_shares(flows, topology)
-    pieces, _, _ = pieces_of(flows, shares, source, target)
-    return pieces
-
-
 def unique_cover(rosters: RosterSet, rank: int | None = None) -> Routes:
     """Each element any rank holds, once: pieces with the rank chosen to stand for it as ``src``.
 
     Replicas are shared out evenly. ``dst`` equals ``src``. With ``rank`` only those of that rank.
     """
     topology = Topology.single_node(rosters.num_ranks)
-    flows = held_once(rosters, topology)
+    flows = cover_flows(rosters, topology)
     shares = share_cover(flows, topology)
     if rank is not None:
         shares = shares.take(shares.src == rank)
@@ -144,7 +130,7 @@ def pieces_of(
     source: RosterSet,
     target: RosterSet,
     steps: IntArray | None = None,
-    takes_from: Side = Side.SOURCE,
+    takes_from: TakesFrom = TakesFrom.SOURCE,
 ) -> tuple[Routes, IntArray, IntArray]:
     """The pieces of ``shares`` in order, and for each its share and the part that it is in.
 
@@ -167,7 +153,7 @@ def pieces_of(
     owner, start, stop = flat_parts(flows.start[item], flows.stop[item], low, high)
     share, item, part = share[owner], item[owner], part[owner]
     src, dst, cell, box = shares.src[share], shares.dst[share], flows.cell[item], flows.box[item]
-    if takes_from is Side.SOURCE:
+    if takes_from is TakesFrom.SOURCE:
         src_slot = flows.cells.slots(cell, source.kind_of_rank[src])
     else:
         src_slot = flows.boxes.slots(box, target.kind_of_rank[src])

@@ -135,13 +135,12 @@ class Messages:
 class Schedule:
     """Messages as columns, those of all ranks or of one, in the same order everywhere.
 
-    ``operation`` (a number that no other message of any rank has), ``src``, ``dst``, ``window``,
-    ``nbytes`` [m]; ``pieces`` are the moved pieces in message order and ``first_piece`` [m + 1]
-    says where each message's begin. ``retained`` are the others. ``max_parcels`` [m] is how many
-    operations a message may be: those of a window of any rank are at most ``window_ops``.
+    ``src``, ``dst``, ``window``, ``nbytes`` [m]; ``pieces`` are the moved pieces in message order
+    and ``first_piece`` [m + 1] says where each message's begin. ``retained`` are the others.
+    ``max_parcels`` [m] is how many operations a message may be: those of a window of any rank are
+    at most ``window_ops``.
     """
 
-    operation: IntArray
     src: IntArray
     dst: IntArray
     window: IntArray

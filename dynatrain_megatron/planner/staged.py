@@ -37,10 +37,6 @@ class StagedPlan:
         return np.sum([plan.bytes_matrix for plan in self.plans], axis=0)
 
     @property
-    def moved_bytes(self) -> int:
-        return sum(plan.moved_bytes for plan in self.plans)
-
-    @property
     def retained_bytes(self) -> int:
         return sum(plan.retained_bytes for plan in self.plans)
 

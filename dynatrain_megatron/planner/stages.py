@@ -144,14 +144,6 @@ def _units(source: RosterSet, target: RosterSet) -> tuple[IntArray, IntArray, in
     return number[: len(key[0])], number[len(key[0]) :], len(units)
 
 
-def _row_bytes(rosters: RosterSet) -> IntArray:
-    rows = rosters.rows
-    numel = np.ones(len(rows), dtype=np.int64)
-    for dim in range(rows.start.shape[1]):
-        numel *= rows.stop[:, dim] - rows.start[:, dim]
-    return numel * rosters.element_bytes[rows.tensor]
-
-
 def _places(source: RosterSet, target: RosterSet) -> tuple[IntArray, IntArray]:
     """(kinds of source and target [n, 2] that some rank has, which of them each rank has)."""
     both = np.stack((source.kind_of_rank, target.kind_of_rank), axis=1)
@@ -181,7 +173,7 @@ def _grouped(
         return every
     where, nbytes = [], np.zeros(count, dtype=np.int64)
     for rosters, unit in ((source, of_source), (target, of_target)):
-        size = _row_bytes(rosters)
+        size = rosters.row_bytes
         order = np.lexsort((size, unit))
         last = np.append(np.nonzero(np.diff(unit[order]))[0], len(order) - 1)
         main = np.full(count, -1)
@@ -209,7 +201,7 @@ def _bytes_by_place(
     found = []
     for side, (rosters, unit) in enumerate(((source, of_source), (target, of_target))):
         total = np.zeros((count, rosters.num_kinds), dtype=np.int64)
-        np.add.at(total, (unit, rosters.rows.kind), _row_bytes(rosters))
+        np.add.at(total, (unit, rosters.rows.kind), rosters.row_bytes)
         found.append(total[:, places[:, side]])
     return found[0], found[1]
 

@@ -65,9 +65,3 @@ class Topology:
     def of_nodes(cls, num_ranks: int, ranks_per_node: int) -> Topology:
         """Ranks dealt to nodes in order."""
         return cls(tuple(rank // ranks_per_node for rank in range(num_ranks)))
-
-    def distance(self, src: int, dst: int) -> int:
-        """0 the same rank, 1 the same node, 2 another node."""
-        if src == dst:
-            return 0
-        return 1 if self.node[src] == self.node[dst] else 2

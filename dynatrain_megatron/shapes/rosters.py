@@ -19,8 +19,8 @@ import numpy as np
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes.models import Model, Parameter
-from dynatrain_megatron.vps.boxes import IntArray, flat_parts, ranges
-from dynatrain_megatron.vps.roster import RosterSet, Rows
+from dynatrain_megatron.vps.boxes import IntArray, flat_parts, ranges, volumes
+from dynatrain_megatron.vps.roster import KindRows, RosterSet
 from dynatrain_megatron.vps.tensors import LogicalTensor, State, StateKind
 
 TRAINED = tuple(
@@ -234,9 +234,7 @@ class _Held:
 
 def _cut(parts: _Parts, stage: int, buffer: int, copies: tuple[int, int], shards: int) -> _Held:
     """Deal the parts to shards, and repeat that for every coordinate."""
-    numel = np.ones(len(parts.tensor), dtype=np.int64)
-    for dim in range(parts.start.shape[1]):
-        numel *= parts.stop[:, dim] - parts.start[:, dim]
+    numel = volumes(parts.start, parts.stop)
     first = parts.offset // parts.shard
     shard, part = ranges(first, (parts.offset + numel - 1) // parts.shard - first + 1)
     begin = shard * parts.shard[part] - parts.offset[part]
@@ -311,4 +309,4 @@ def _assemble(
     of_rank = kind_of_rank.reshape(-1)
     if num_ranks is not None and num_ranks > len(of_rank):
         of_rank = np.append(of_rank, np.full(num_ranks - len(of_rank), kinds.shape[1]))
-    return RosterSet(tensors, of_rank, Rows(kind, slot, tensor[row], start[row], stop[row]))
+    return RosterSet(tensors, of_rank, KindRows(kind, slot, tensor[row], start[row], stop[row]))

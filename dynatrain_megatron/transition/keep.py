@@ -107,15 +107,9 @@ def _room(
     """
     base = target.other - source.gradients
     least = max(0, base + target.largest, target.nbytes - source.nbytes)
-    held, wanted = (_roster_bytes(side, rank) for side in rosters)
+    held, wanted = (int(side.row_bytes[side.rows_of(rank)].sum()) for side in rosters)
     first = least - base - staging - (max(held, wanted) - held)
     return first, first + source.rebuilt
-
-
-def _roster_bytes(rosters: RosterSet, rank: int) -> int:
-    rows, own = rosters.rows, rosters.rows_of(rank)
-    numel = (rows.stop[own] - rows.start[own]).prod(axis=1)
-    return int((numel * rosters.element_bytes[rows.tensor[own]]).sum())
 
 
 def _short(pools: Sequence[str], free: Sequence[int], extra: Sequence[int]) -> str:

@@ -42,25 +42,9 @@ class Roster:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def region(self, slot: int) -> Region:
-        """The region of one fragment, with the dims of its logical tensor."""
-        ndim = len(self.tensors[int(self.tensor[slot])].shape)
-        return Region(
-            tuple(int(x) for x in self.start[slot, :ndim]),
-            tuple(int(x) for x in self.stop[slot, :ndim]),
-        )
-
     def part(self, slots: IntArray) -> Roster:
         """The fragments in these slots alone, in that order; over the same logical tensors."""
         return Roster(self.tensors, self.tensor[slots], self.start[slots], self.stop[slots])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state the fragments hold."""
-        element_bytes = np.array([t.element_bytes for t in self.tensors], dtype=np.int64)
-        if not len(self):
-            return 0
-        return int((element_bytes[self.tensor] * (self.stop - self.start).prod(axis=1)).sum())
 
     def to_bytes(self) -> bytes:
         """A self-contained, pickle-free form; equal rosters give equal bytes."""
@@ -136,7 +120,7 @@ class RosterBuilder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class KindRows:
     """Fragments of distinct rosters, in order of kind and slot.
 
     ``kind``, ``slot``, ``tensor`` [n], ``start``, ``stop`` [n, D]; the slots of a kind are 0, 1, ….
@@ -158,13 +142,12 @@ class RosterSet:
 
     Ranks whose rosters are equal, replicas of each other, are of one *kind*, and what they hold is
     kept once: ``rows`` are those of the kinds, ``kind_of_rank`` [num_ranks] says which rank is of
-    which. ``rank``, ``slot``, ``tensor``, ``start`` and ``stop`` are the same written out for
-    every rank, in order of rank and slot; large worlds do without them.
+    which.
     """
 
     tensors: tuple[LogicalTensor, ...]
     kind_of_rank: IntArray
-    rows: Rows
+    rows: KindRows
 
     @classmethod
     def merge(
@@ -194,7 +177,7 @@ class RosterSet:
         sizes = np.array([len(table) for table in tables], dtype=np.int64)
         whole = np.concatenate(tables) if tables else np.zeros((0, 1 + 2 * dims), dtype=np.int64)
         slot, kind = ranges(np.zeros(len(sizes), dtype=np.int64), sizes)
-        rows = Rows(kind, slot, whole[:, 0], whole[:, 1 : 1 + dims], whole[:, 1 + dims :])
+        rows = KindRows(kind, slot, whole[:, 0], whole[:, 1 : 1 + dims], whole[:, 1 + dims :])
         return cls(tuple(tensors), np.array(kind_of_rank, dtype=np.int64), rows)
 
     @property
@@ -216,40 +199,15 @@ class RosterSet:
         """Fragments of each rank, [num_ranks]."""
         return np.diff(self.rows_of_kind)[self.kind_of_rank]
 
-    @cached_property
-    def _expanded(self) -> tuple[IntArray, IntArray]:
-        """(position in ``rows``, rank) of every rank's every fragment."""
-        return ranges(self.rows_of_kind[self.kind_of_rank], self.num_rows)
-
-    @property
-    def rank(self) -> IntArray:
-        return self._expanded[1]
-
-    @cached_property
-    def slot(self) -> IntArray:
-        return self.rows.slot[self._expanded[0]]
-
-    @cached_property
-    def tensor(self) -> IntArray:
-        return self.rows.tensor[self._expanded[0]]
-
-    @cached_property
-    def start(self) -> IntArray:
-        return self.rows.start[self._expanded[0]]
-
-    @cached_property
-    def stop(self) -> IntArray:
-        return self.rows.stop[self._expanded[0]]
-
-    @property
-    def numel(self) -> IntArray:
-        """Elements of each fragment of each rank."""
-        return volumes(self.start, self.stop)
-
     @property
     def element_bytes(self) -> IntArray:
         """Bytes of one element (all states) of each logical tensor, [len(tensors)]."""
         return np.array([t.element_bytes for t in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def row_bytes(self) -> IntArray:
+        """Bytes (all states) of each of ``rows``."""
+        return volumes(self.rows.start, self.rows.stop) * self.element_bytes[self.rows.tensor]
 
     def rows_of(self, rank: int) -> slice:
         """Where in ``rows`` the fragments of one rank are."""
@@ -285,7 +243,7 @@ class RosterSet:
         return RosterSet(
             tuple(self.tensors[number] for number in tensors.tolist()),
             self.kind_of_rank,
-            Rows(
+            KindRows(
                 kind,
                 before[chosen] - first[kind],
                 np.searchsorted(tensors, rows.tensor[chosen]),

@@ -16,7 +16,6 @@ class StateKind(StrEnum):
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
     MOMENTUM_BUFFER = "momentum_buffer"
-    GRAD = "grad"
     BUFFER = "buffer"
 
 

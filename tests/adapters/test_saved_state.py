@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from dynatrain_megatron.adapters.saved import SavedCheckpoint
 from dynatrain_megatron.adapters.saved_state import SavedState, fingerprint_saved
 from dynatrain_megatron.cli import main
-from dynatrain_megatron.engine import FragmentsBuilder, LocalTransport
+from dynatrain_megatron.engine import FragmentsBuilder
 from dynatrain_megatron.engine.fingerprint import by_label, fingerprint
 from dynatrain_megatron.errors import CheckpointError
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterSet, State, StateKind
+from tests.engine.local import LocalTransport
 
 Tensors = dict[str, torch.Tensor]
 KINDS = {

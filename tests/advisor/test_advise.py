@@ -13,8 +13,9 @@ from dynatrain_megatron.advisor import AXES, Machine, Workload, advise, feasible
 from dynatrain_megatron.advisor.cost import predict_step
 from dynatrain_megatron.advisor.stages import pipeline_text, split_layers
 from dynatrain_megatron.errors import LayoutError
-from dynatrain_megatron.layout import ParallelLayout, layouts
+from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.shapes import MODELS
+from tests.layout.every import layouts
 
 GIB = 1 << 30
 LLAMA = Workload(model=MODELS["7B"], global_batch_size=512)

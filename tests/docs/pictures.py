@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Topology
-from dynatrain_megatron.planner.routes import Routes, choose_routes, unique_cover
+from dynatrain_megatron.planner.routes import Routes, unique_cover
 from dynatrain_megatron.shapes.models import Model
 from dynatrain_megatron.shapes.rosters import make_rosters
+from tests.planner.worlds import choose_routes
 
 SOURCE, TARGET = ParallelLayout.parse("tp2-dp2"), ParallelLayout.parse("pp2-dp2")
 TENSOR = "decoder.layers.mlp.linear_fc1.weight"

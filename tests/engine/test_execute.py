@@ -17,7 +17,6 @@ from dynatrain_megatron.engine import (
     ExecutionReport,
     Fragments,
     FragmentsBuilder,
-    LocalTransport,
     RingTransport,
     SameHostTransport,
     TorchTransport,
@@ -31,10 +30,11 @@ from dynatrain_megatron.engine.parcels import make_parcels
 from dynatrain_megatron.engine.transport import Terms
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology
-from dynatrain_megatron.planner.routes import Side
+from dynatrain_megatron.planner.routes import TakesFrom
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterBuilder, State, StateKind
+from tests.engine.local import LocalTransport
 from tests.engine.test_transport import TRANSPORTS, on_threads
-from tests.planner.worlds import Case, irregular_cases, mixed_cases, shared_cases
+from tests.planner.worlds import Case, irregular_cases, mixed_cases, region_of, shared_cases
 
 ADAM = (
     State(StateKind.MAIN_PARAM, "float32"),
@@ -67,7 +67,7 @@ def bind(roster: Roster, *, filled: bool, gap: int = 0) -> Fragments:
     """
     builder = FragmentsBuilder()
     for slot in range(len(roster)):
-        tensor, region = roster.tensors[int(roster.tensor[slot])], roster.region(slot)
+        tensor, region = roster.tensors[int(roster.tensor[slot])], region_of(roster, slot)
         views = []
         for k in range(len(tensor.states)):
             full = values(tensor, k)
@@ -82,7 +82,7 @@ def bind(roster: Roster, *, filled: bool, gap: int = 0) -> Fragments:
 def assert_holds_its_values(fragments: Fragments) -> None:
     roster = fragments.roster
     for slot, views in enumerate(fragments.views):
-        tensor, region = roster.tensors[int(roster.tensor[slot])], roster.region(slot)
+        tensor, region = roster.tensors[int(roster.tensor[slot])], region_of(roster, slot)
         for k, view in enumerate(views):
             assert torch.equal(view, values(tensor, k)[cut(region)]), (tensor.name, region)
 
@@ -196,7 +196,7 @@ def test_no_window_has_more_operations_than_its_bound(
     size = len(source)
     plan = case.plan(topology_of([0] * size, size), PlanOptions(staging, window_ops, schedule))
     for each in plan.passes:
-        given = source if each.takes_from is Side.SOURCE else target
+        given = source if each.takes_from is TakesFrom.SOURCE else target
         sent, received = defaultdict(list), defaultdict(list)
         for rank, end in enumerate(
             LocalTransport.mesh(size)

@@ -24,7 +24,6 @@ from hypothesis import given, settings
 from dynatrain_megatron.engine import (
     ExecutionReport,
     Fragments,
-    LocalTransport,
     bind_plan,
     execute,
     streams,
@@ -34,6 +33,7 @@ from dynatrain_megatron.engine.transport import Message, Terms, Transfer, Transp
 from dynatrain_megatron.errors import TransitionError
 from dynatrain_megatron.planner import PlanOptions
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, State, StateKind
+from tests.engine.local import LocalTransport
 from tests.engine.test_execute import TENSORS, assert_holds_its_values, bind, topology_of
 from tests.engine.test_transport import on_threads
 from tests.planner.worlds import Case, irregular_cases, mixed_cases, shared_cases

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.engine import (
-    LocalTransport,
     RingTransport,
     SameHostTransport,
     TorchTransport,
@@ -22,6 +21,7 @@ from dynatrain_megatron.engine import (
 )
 from dynatrain_megatron.errors import TransitionError
 from tests.engine.late import LateTransport
+from tests.engine.local import LocalTransport
 from tests.ranks import run_ranks
 
 Body = Callable[[Transport], Any]

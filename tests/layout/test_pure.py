@@ -17,7 +17,7 @@ sys.exit(f"loaded {heavy}" if heavy else 0)
     "use",
     [
         "import dynatrain_megatron.errors",
-        "from dynatrain_megatron.layout import layouts; layouts(8)",
+        "from dynatrain_megatron.layout import ParallelLayout; ParallelLayout.parse('tp2-dp4')",
         "from dynatrain_megatron.config import compose; compose(['platform=cpu'])",
     ],
 )

@@ -13,9 +13,9 @@ from dynatrain_megatron.layout import (
     ModelShape,
     ParallelLayout,
     derive,
-    layouts,
     read_changes,
 )
+from tests.layout.every import layouts
 from tests.layout.strategies import ORDERS, parallel_layouts
 
 
@@ -217,19 +217,6 @@ def test_other_axes() -> None:
         "dp4", "dp4-ep2", "dp4-ep4", "tp2-dp2", "tp2-dp2-ep2", "tp4"
     ]  # fmt: skip
     assert layouts(4, ()) == [] and layouts(1, ()) == [ParallelLayout()]
-
-
-@pytest.mark.parametrize(
-    ("world", "axes", "message"),
-    [
-        (0, ("tp",), "world must be a whole number of at least 1, got 0"),
-        (4, ("vpp",), "axis 'vpp' cannot be varied.*allowed: tp, cp, dp, pp, ep"),
-        (4, ("tp", "tp"), "each axis may be varied once, got tp, tp"),
-    ],
-)
-def test_wrong_questions_are_refused(world: int, axes: tuple[str, ...], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        layouts(world, axes)
 
 
 # ---------------------------------------------------------------- check

@@ -114,7 +114,7 @@ def simulate_plan(plan: Plan, **means: int) -> None:
         own = each.schedule
         first_of_pass.append(columns[3].max(initial=-1) + 1)
         window = own.window + first_of_pass[-1]
-        message = own.operation + columns[0].max(initial=-1) + 1
+        message = np.arange(len(own)) + columns[0].max(initial=-1) + 1
         columns = np.hstack((columns, (message, own.src, own.dst, window)))
     simulate(programs(plan.num_ranks, *columns, drains=first_of_pass), **means)
 

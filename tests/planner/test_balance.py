@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynatrain_megatron.layout import ParallelLayout, layouts
+from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Speeds, Topology, make_plan
 from dynatrain_megatron.planner.balance import Classes, share_out
 from dynatrain_megatron.planner.bound import Load, least_load, load_of
 from dynatrain_megatron.planner.checks import lower_bound_bytes
 from dynatrain_megatron.shapes import Model, make_rosters
 from dynatrain_megatron.vps import RosterBuilder, RosterSet
-from tests.planner.worlds import Case, layout_case
+from tests.layout.every import layouts
+from tests.planner.worlds import Case, bytes_of, layout_case
 from tests.shapes.test_rosters import TINY, TINY_MOE, TINY_SHARED, TINY_TIED
 
 NUM_TRANSITIONS = 60
@@ -137,7 +138,7 @@ def transitions(seed: int) -> Iterator[Transition]:
 def any_layout(draw: random.Random, model: Model, kind: str) -> ParallelLayout:
     axes = ("tp", "pp", "dp") if model.experts is None else ("tp", "pp", "dp", "ep")
     while True:
-        layout = draw.choice(list(layouts(draw.choice(WORLDS), axes)))
+        layout = draw.choice(layouts(draw.choice(WORLDS), axes))
         if any(8 % size for size in (layout.tp, layout.pp, layout.ep)):
             continue
         if kind != "optimizer instances":
@@ -197,12 +198,13 @@ def test_the_bound_itself() -> None:
     # Ranks 0 to 3 hold everything, rank 4 wants it.
     layout = ParallelLayout(dp=5, dist_opt=False)
     whole, nothing = layout_case(layout, layout).before[0], RosterBuilder().build()
+    nbytes = bytes_of(whole)
     case = Case((whole,) * 4 + (nothing,), (nothing,) * 4 + (whole,))
     for node, width, time in (
-        ((0, 0, 1, 1, 2), None, whole.nbytes / 4),
-        ((0, 0, 1, 1, 2), 1, whole.nbytes / 2),
-        ((0, 0, 0, 1, 2), 1, whole.nbytes / 2),
-        ((0, 0, 0, 1, 0), 1, whole.nbytes / 3),
+        ((0, 0, 1, 1, 2), None, nbytes / 4),
+        ((0, 0, 1, 1, 2), 1, nbytes / 2),
+        ((0, 0, 0, 1, 2), 1, nbytes / 2),
+        ((0, 0, 0, 1, 0), 1, nbytes / 3),
     ):
         best, choice = least_load(case.source, case.target, Topology(node, width))
         assert best.sending == pytest.approx(time)

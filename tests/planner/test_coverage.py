@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.errors import TransitionError
-from dynatrain_megatron.layout import ParallelLayout, layouts
+from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import PlanOptions, Sources, Speeds, Topology
 from dynatrain_megatron.planner.checks import (
     check_coverage,
@@ -21,19 +21,23 @@ from dynatrain_megatron.planner.checks import (
     lower_bound_bytes,
 )
 from dynatrain_megatron.planner.flows import find_flows
-from dynatrain_megatron.planner.routes import Routes, Side, choose_routes, unique_cover
+from dynatrain_megatron.planner.routes import Routes, TakesFrom, unique_cover
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, RosterSet
+from tests.layout.every import layouts
 from tests.planner.worlds import (
     FLOAT32,
     Case,
     Model,
     brute_force_bound,
+    bytes_of,
     carry_out,
+    choose_routes,
     held,
     irregular_cases,
     layout_case,
     mixed_cases,
     region_of,
+    roster_of,
     shared_cases,
 )
 from tests.vps.strategies import slices
@@ -60,7 +64,7 @@ def assert_laws(case: Case, topology: Topology | None = None) -> None:
     bound = brute_force_bound(case)
     assert plan.moved_bytes == bound
     assert plan.lower_bound_bytes == bound
-    wanted = sum(roster.nbytes for roster in case.after)
+    wanted = sum(bytes_of(roster) for roster in case.after)
     assert plan.moved_bytes + plan.retained_bytes == wanted
 
 
@@ -130,6 +134,11 @@ def test_what_a_rank_holds_is_retained(case: Case) -> None:
         assert own.all() if routes.src[i] == routes.dst[i] else not own.any()
 
 
+def distance(nodes: list[int], src: int, dst: int) -> int:
+    """0 the same rank, 1 the same node, 2 another node."""
+    return (src != dst) + (nodes[src] != nodes[dst])
+
+
 @settings(max_examples=150, deadline=None)
 @given(irregular_cases(max_ranks=6), st.data())
 def test_a_piece_comes_from_a_nearest_holder(case: Case, data: st.DataObject) -> None:
@@ -149,8 +158,8 @@ def test_a_piece_comes_from_a_nearest_holder(case: Case, data: st.DataObject) ->
             if held(source, rank, tensor)[slices(region)].all()
         ]
         assert int(routes.src[i]) in holders
-        nearest = min(topology.distance(rank, dst) for rank in holders)
-        assert topology.distance(int(routes.src[i]), dst) == nearest
+        nearest = min(distance(nodes, rank, dst) for rank in holders)
+        assert distance(nodes, int(routes.src[i]), dst) == nearest
 
 
 @settings(max_examples=50, deadline=None)
@@ -177,17 +186,15 @@ def test_the_first_holder_sends_all_where_nothing_is_shared_out(case: Case) -> N
 def test_a_unique_cover_counts_each_held_element_once(case: Case) -> None:
     source = case.source
     cover = unique_cover(source)
-    rows = {
-        (int(r), int(s)): i for i, (r, s) in enumerate(zip(source.rank, source.slot, strict=True))
-    }
+    rosters = [roster_of(source, rank) for rank in range(source.num_ranks)]
     for tensor, logical in enumerate(source.tensors):
         count = np.zeros(logical.shape, dtype=np.int64)
         for i in np.nonzero(cover.tensor == tensor)[0]:
             region = region_of(cover, int(i), len(logical.shape))
             count[slices(region)] += 1
-            row = rows[int(cover.src[i]), int(cover.src_slot[i])]
-            assert source.tensor[row] == tensor
-            assert region_of(source, row).contains(region)
+            roster, slot = rosters[int(cover.src[i])], int(cover.src_slot[i])
+            assert roster.tensor[slot] == tensor
+            assert region_of(roster, slot).contains(region)
         anywhere = [held(source, rank, tensor) for rank in range(source.num_ranks)]
         assert (count == np.any(anywhere, axis=0)).all()
 
@@ -256,9 +263,9 @@ def test_what_several_want_is_sent_once_and_shared_out_by_them(
     case = broadcast(num_wanters)
     nodes = (0,) + (int(away),) * num_wanters
     plan = case.plan(Topology(nodes, None, Speeds(operation_s=0)))
-    once = case.before[0].nbytes
+    once = bytes_of(case.before[0])
     first, second = (each.links.nbytes.tolist() for each in plan.passes)
-    assert [each.takes_from for each in plan.passes] == [Side.SOURCE, Side.TARGET]
+    assert [each.takes_from for each in plan.passes] == [TakesFrom.SOURCE, TakesFrom.TARGET]
     assert first == [once // num_wanters] * num_wanters
     assert second == [once // num_wanters] * (num_wanters * (num_wanters - 1))
     assert plan.moved_bytes == plan.lower_bound_bytes == num_wanters * once
@@ -331,21 +338,22 @@ def test_a_relay_of_what_has_not_come_yet_is_found() -> None:
 @settings(max_examples=75, deadline=None)
 @given(irregular_cases(), st.data())
 def test_an_element_nobody_holds_is_refused_by_name(case: Case, data: st.DataObject) -> None:
-    target = case.target
     wanted = [
-        row for row in range(len(target.rank)) if target.tensors[int(target.tensor[row])].shape
+        (roster.tensors[number], region_of(roster, slot).start)
+        for roster in case.after
+        for slot, number in enumerate(roster.tensor.tolist())
+        if roster.tensors[number].shape
     ]
     if not wanted:
         return
-    row = data.draw(st.sampled_from(wanted))
-    tensor = target.tensors[int(target.tensor[row])]
-    hole = Region(region_of(target, row).start, tuple(x + 1 for x in region_of(target, row).start))
+    tensor, start = data.draw(st.sampled_from(wanted))
+    hole = Region(start, tuple(x + 1 for x in start))
     before = []
     for roster in case.before:
         builder = RosterBuilder()
         for slot in range(len(roster)):
             name = roster.tensors[int(roster.tensor[slot])]
-            region = roster.region(slot)
+            region = region_of(roster, slot)
             for part in region.subtract(hole) if name == tensor else [region]:
                 builder.add(name, part)
         before.append(builder.build())

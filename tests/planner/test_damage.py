@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,7 +21,15 @@ from dynatrain_megatron.planner.cache import PlanCache
 from dynatrain_megatron.planner.checks import check_coverage, check_messages, check_nothing_lost
 from dynatrain_megatron.planner.routes import Routes
 from dynatrain_megatron.vps import Region, Roster, RosterBuilder, RosterSet
-from tests.planner.worlds import Case, irregular_cases, mixed_cases, shared_cases
+from dynatrain_megatron.vps.boxes import IntArray
+from tests.planner.worlds import (
+    Case,
+    irregular_cases,
+    mixed_cases,
+    region_of,
+    roster_of,
+    shared_cases,
+)
 
 COLUMNS = ("tensor", "src", "dst", "src_slot", "dst_slot", "start", "stop")
 CASES = st.one_of(mixed_cases(), irregular_cases(), shared_cases(5))
@@ -77,15 +86,10 @@ def damaged(draw: st.DrawFn, passes: list[Routes]) -> list[Routes]:
 def is_sound(passes: list[Routes], source: RosterSet, target: RosterSet) -> bool:
     """Each target element is written once, from a fragment that has it by then; one by one."""
     dims = target.rows.start.shape[1]
-    fragments = {
-        side: {
-            (int(r), int(s)): i for i, (r, s) in enumerate(zip(side.rank, side.slot, strict=True))
-        }
-        for side in (source, target)
-    }
+    fragments = {side: fragments_of(side) for side in (source, target)}
     written = {
-        place: np.zeros(target.stop[row] - target.start[row], dtype=np.int64)
-        for place, row in fragments[target].items()
+        place: np.zeros(one.stop - one.start, dtype=np.int64)
+        for place, one in fragments[target].items()
     }
     for number, routes in enumerate(passes):
         given = target if number else source
@@ -98,10 +102,10 @@ def is_sound(passes: list[Routes], source: RosterSet, target: RosterSet) -> bool
             )
             cuts = []
             for side, place in ends:
-                row = fragments[side].get(place)
-                if row is None or int(side.tensor[row]) != int(routes.tensor[i]):
+                one = fragments[side].get(place)
+                if one is None or one.tensor != int(routes.tensor[i]):
                     return False
-                low, high = side.start[row], side.stop[row]
+                _, low, high = one
                 if (start < low).any() or (stop > high).any() or (start > stop).any():
                     return False
                 cuts.append(
@@ -111,6 +115,24 @@ def is_sound(passes: list[Routes], source: RosterSet, target: RosterSet) -> bool
                 return False
             written[ends[1][1]][cuts[1]] += 1
     return all((count == 1).all() for count in written.values())
+
+
+class Fragment(NamedTuple):
+    """One row of a roster."""
+
+    tensor: int
+    start: IntArray
+    stop: IntArray
+
+
+def fragments_of(rosters: RosterSet) -> dict[tuple[int, int], Fragment]:
+    """All fragments by rank and slot."""
+    return {
+        (rank, slot): Fragment(tensor, roster.start[slot], roster.stop[slot])
+        for rank in range(rosters.num_ranks)
+        for roster in [roster_of(rosters, rank)]
+        for slot, tensor in enumerate(roster.tensor.tolist())
+    }
 
 
 def said_of(passes: list[Routes], case: Case, rank: int | None = None) -> str:
@@ -223,7 +245,7 @@ def damaged_rosters(draw: st.DrawFn, rosters: tuple[Roster, ...]) -> tuple[Roste
     found = list(rosters)
     builder = RosterBuilder()
     for own in range(len(rosters[rank])):
-        region: Region | None = rosters[rank].region(own)
+        region: Region | None = region_of(rosters[rank], own)
         assert region is not None
         if own == slot:
             dims = [d for d, n in enumerate(region.shape) if n > 1]
@@ -243,12 +265,11 @@ def damaged_rosters(draw: st.DrawFn, rosters: tuple[Roster, ...]) -> tuple[Roste
 def elements(rosters: RosterSet) -> set[tuple[str, tuple[int, ...]]]:
     """Every element that any rank holds, by tensor and position."""
     found: set[tuple[str, tuple[int, ...]]] = set()
-    for row in range(len(rosters.rank)):
-        tensor = rosters.tensors[int(rosters.tensor[row])]
+    for number, start, stop in fragments_of(rosters).values():
+        tensor = rosters.tensors[number]
         ndim = len(tensor.shape)
-        shape = tuple((rosters.stop[row, :ndim] - rosters.start[row, :ndim]).tolist())
-        for place in np.ndindex(shape):
-            at = tuple(int(a) + int(b) for a, b in zip(rosters.start[row], place, strict=False))
+        for place in np.ndindex(tuple((stop - start)[:ndim].tolist())):
+            at = tuple(int(a) + b for a, b in zip(start, place, strict=False))
             found.add((tensor.name, at))
     return found
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dynatrain_megatron.layout import ParallelLayout
 from dynatrain_megatron.planner import Plan, PlanOptions, Topology, make_plan
-from dynatrain_megatron.planner.routes import Routes, Side
+from dynatrain_megatron.planner.routes import Routes, TakesFrom
 from dynatrain_megatron.vps import (
     LogicalTensor,
     Region,
@@ -272,21 +272,39 @@ def layout_case(source: ParallelLayout, target: ParallelLayout, model: Model | N
     return Case(chosen.rosters(source), chosen.rosters(target))
 
 
+def choose_routes(source: RosterSet, target: RosterSet, topology: Topology) -> Routes:
+    """All pieces, moved and retained, of a plan without relays."""
+    (only,) = make_plan(source, target, topology, PlanOptions(relay=False)).passes
+    return only.schedule.pieces.and_also(only.schedule.retained)
+
+
 # ------------------------------------------------------------------ truth
 
 
 def held(rosters: RosterSet, rank: int, tensor: int) -> NDArray[np.bool_]:
     """Which elements of a tensor a rank holds."""
     found = np.zeros(rosters.tensors[tensor].shape, dtype=np.bool_)
-    for row in np.nonzero((rosters.rank == rank) & (rosters.tensor == tensor))[0]:
-        found[slices(region_of(rosters, int(row)))] = True
+    roster = roster_of(rosters, rank)
+    for slot in np.nonzero(roster.tensor == tensor)[0].tolist():
+        found[slices(region_of(roster, slot))] = True
     return found
 
 
-def region_of(columns: RosterSet | Routes, row: int, ndim: int | None = None) -> Region:
+def roster_of(rosters: RosterSet, rank: int) -> Roster:
+    """That of one rank."""
+    rows, own = rosters.rows, rosters.rows_of(rank)
+    return Roster(rosters.tensors, rows.tensor[own], rows.start[own], rows.stop[own])
+
+
+def bytes_of(roster: Roster) -> int:
+    """Bytes of the state a rank holds."""
+    return int(RosterSet.merge([roster]).row_bytes.sum())
+
+
+def region_of(columns: Roster | Routes, row: int, ndim: int | None = None) -> Region:
     """The region in one row, without the padding of dims its tensor does not have."""
     if ndim is None:
-        assert isinstance(columns, RosterSet)
+        assert isinstance(columns, Roster)
         ndim = len(columns.tensors[int(columns.tensor[row])].shape)
     return Region(
         tuple(int(x) for x in columns.start[row, :ndim]),
@@ -298,11 +316,11 @@ def brute_force_bound(case: Case) -> int:
     """Bytes of all wanted elements that the wanting rank does not hold, counted one by one."""
     source, target = case.source, case.target
     total = 0
-    for row in range(len(target.rank)):
-        tensor = int(target.tensor[row])
-        own = held(source, int(target.rank[row]), tensor)
-        missing = ~own[slices(region_of(target, row))]
-        total += int(missing.sum()) * target.tensors[tensor].element_bytes
+    for rank in range(target.num_ranks):
+        roster = roster_of(target, rank)
+        for slot, tensor in enumerate(roster.tensor.tolist()):
+            missing = ~held(source, rank, tensor)[slices(region_of(roster, slot))]
+            total += int(missing.sum()) * target.tensors[tensor].element_bytes
     return total
 
 
@@ -315,7 +333,7 @@ def carry_out(plan: Plan, case: Case) -> None:
     source = [_Storage(case.before[rank], filled=True) for rank in range(plan.num_ranks)]
     target = [_Storage(case.after[rank], filled=False) for rank in range(plan.num_ranks)]
     for side, part in plan.pieces():
-        given = source if side is Side.SOURCE else target
+        given = source if side is TakesFrom.SOURCE else target
         taken = []
         for i in range(len(part)):  # all of a pass before any of it is there
             tensor = plan.tensors[int(part.tensor[i])]
@@ -357,7 +375,7 @@ class _Storage:
             assert (array == wanted).all(), f"{who} slot {slot}: {array.tolist()}"
 
     def _inside(self, slot: int, tensor: LogicalTensor, region: Region) -> tuple[slice, ...]:
-        own = self._roster.region(slot)
+        own = region_of(self._roster, slot)
         assert self._roster.tensors[int(self._roster.tensor[slot])] == tensor
         assert own.contains(region), f"{region} is not in {own}"
         return slices(region.relative_to(own.start))
@@ -366,4 +384,4 @@ class _Storage:
 def _identity(roster: Roster, slot: int) -> NDArray[np.int64]:
     tensor = roster.tensors[int(roster.tensor[slot])]
     whole = np.arange(tensor.numel, dtype=np.int64).reshape(tensor.shape)
-    return whole[slices(roster.region(slot))]
+    return whole[slices(region_of(roster, slot))]

@@ -16,7 +16,7 @@ from dynatrain_megatron.vps import RosterSet, StateKind
 from dynatrain_megatron.vps.boxes import volumes
 from tests.adapters.test_layouts import BUCKETS, LEARNED, LLAMA, MOE, SHARED, TIED
 from tests.dry import DryJob
-from tests.planner.worlds import region_of
+from tests.planner.worlds import region_of, roster_of
 from tests.ranks import run_ranks
 
 TINY = Model(num_layers=8, hidden=64, ffn=128, heads=8, groups=4, head=8, vocab=1024)
@@ -117,7 +117,7 @@ def test_a_synthetic_roster_is_that_of_a_real_job(
                         (t := one.tensors[int(one.tensor[slot])]).name.removesuffix(" buffer"),
                         t.shape,
                         tuple(t.states),
-                        one.region(slot),
+                        region_of(one, slot),
                     )
                     for slot in range(len(one))
                 )
@@ -139,9 +139,10 @@ def test_a_synthetic_roster_is_that_of_a_real_job(
 
 def fragments_of(rosters: RosterSet, rank: int) -> Counter[Fragment]:
     found: Counter[Fragment] = Counter()
-    for row in np.nonzero(rosters.rank == rank)[0].tolist():
-        tensor = rosters.tensors[int(rosters.tensor[row])]
-        found[tensor.name, tensor.shape, tensor.states, region_of(rosters, row)] += 1
+    roster = roster_of(rosters, rank)
+    for slot, number in enumerate(roster.tensor.tolist()):
+        tensor = roster.tensors[number]
+        found[tensor.name, tensor.shape, tensor.states, region_of(roster, slot)] += 1
     return found
 
 

@@ -43,6 +43,7 @@ from dynatrain_megatron.transition.undo import move_back
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterSet
 from tests.engine.late import LateTransport, poison, poison_storage
 from tests.engine.test_transport import on_ends
+from tests.planner.worlds import region_of, roster_of
 from tests.shapes.test_rosters import TINY_GPT, TINY_LATENT, TINY_MOE
 from tests.transition.sides import Side
 
@@ -228,7 +229,7 @@ class Truth:
     def _pairs(self, fragments: Fragments) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         roster = fragments.roster
         for slot, views in enumerate(fragments.views):
-            tensor, region = roster.tensors[int(roster.tensor[slot])], roster.region(slot)
+            tensor, region = roster.tensors[int(roster.tensor[slot])], region_of(roster, slot)
             for k, view in enumerate(views):
                 bits = self._bits[tensor.name, k][_cut(region)]
                 yield f"{tensor.name} {tensor.states[k].kind} {region}", view.view(bits.dtype), bits
@@ -241,15 +242,11 @@ class Truth:
 def rosters_of(family: str, layout: str) -> tuple[Roster, ...]:
     """Those of all ranks, which together hold every element."""
     found = make_rosters(FAMILIES[family].model, ParallelLayout.parse(layout))
-    rows = found.rows
-    rosters = tuple(
-        Roster(found.tensors, rows.tensor[own], rows.start[own], rows.stop[own])
-        for own in map(found.rows_of, range(found.num_ranks))
-    )
+    rosters = tuple(roster_of(found, rank) for rank in range(found.num_ranks))
     held = [np.zeros(tensor.shape, dtype=np.bool_) for tensor in found.tensors]
     for roster in rosters:
         for slot, number in enumerate(roster.tensor.tolist()):
-            held[number][_cut(roster.region(slot))] = True
+            held[number][_cut(region_of(roster, slot))] = True
     assert all(each.all() for each in held), (family, layout)
     return rosters
 
@@ -271,7 +268,7 @@ def allocated(roster: Roster, *, shared: bool, gap: int) -> Fragments:
     With ``shared`` the first states lie one after the other in one buffer instead, with padding, as
     float32 parameters do in Megatron's.
     """
-    regions = [roster.region(slot) for slot in range(len(roster))]
+    regions = [region_of(roster, slot) for slot in range(len(roster))]
     tensors = [roster.tensors[number] for number in roster.tensor.tolist()]
     places: list[torch.Tensor] = []
     if shared:
@@ -319,11 +316,11 @@ def poisoned() -> Iterator[None]:
             poison(self._memory)
         clear(self)
 
-    def freed(storages: Any) -> int:
+    def freed(storages: Any) -> None:
         all_of_them = list(storages)
         for storage in all_of_them:
             poison_storage(storage)
-        return free(all_of_them)
+        free(all_of_them)
 
     with (
         mock.patch.object(holdings, "allocate", allocated),
@@ -346,6 +343,10 @@ class _Ends(NamedTuple):
     topology: Topology
     options: PlanOptions
     plans: list[StagedPlan]
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(plan.moved_bytes for plan in self.plans[0].plans)
 
 
 class Made:
@@ -377,7 +378,7 @@ class Made:
         bridge = sorted({*self.world, *wanted.processes})
         ends = self._ends(wanted, bridge)
         outcome = Outcome(wanted, world=len(bridge), stages=ends.stages.count)
-        outcome.moved_bytes = ends.plans[0].moved_bytes
+        outcome.moved_bytes = ends.moved_bytes
         fault = _armed(wanted, ends)
         moves = self._moves(wanted, ends)
         with poisoned():
@@ -524,9 +525,8 @@ class Made:
             if moves[rank].ledger.peak_extra_bytes > plan.extra:
                 outcome.wrong.append(f"rank {rank}: more memory than planned")
         sent = sum(report.sent_bytes for move in moves for report in move.reports)
-        bound = ends.plans[0].moved_bytes
-        if sent != bound:
-            outcome.wrong.append(f"{sent} bytes were sent, {bound} planned")
+        if sent != ends.moved_bytes:
+            outcome.wrong.append(f"{sent} bytes were sent, {ends.moved_bytes} planned")
 
     def _look_at_both(self, truth: Truth, ends: _Ends, outcome: Outcome) -> str:
         """Every stage is whole in the source, or where some of that is gone, in the target."""

@@ -31,7 +31,7 @@ from dynatrain_megatron.transition.move import Move
 from dynatrain_megatron.vps import Roster
 from tests.engine.test_execute import TENSORS, assert_holds_its_values, bind
 from tests.engine.test_transport import on_threads
-from tests.planner.worlds import Case, Model, layout_case, mixed_cases
+from tests.planner.worlds import Case, Model, layout_case, mixed_cases, region_of
 from tests.transition.sides import Side
 
 
@@ -46,7 +46,7 @@ def flat(roster: Roster, *, filled: bool) -> Fragments:
         offset += nbytes
         first = place.copy_(views[0])
         tensor = roster.tensors[int(roster.tensor[slot])]
-        builder.add(tensor, roster.region(slot), [first, *views[1:]])
+        builder.add(tensor, region_of(roster, slot), [first, *views[1:]])
     return builder.build()
 
 

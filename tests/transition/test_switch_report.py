@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from dynatrain_megatron.config import EngineSchedule
-from dynatrain_megatron.engine.transport import LocalTransport
 from dynatrain_megatron.planner import PlanOptions, Topology
 from dynatrain_megatron.planner.staged import StagedPlan, make_staged_plan
 from dynatrain_megatron.planner.stages import Peak, one_stage
 from dynatrain_megatron.transition.report import SwitchReport, fill_in
 from dynatrain_megatron.vps import LogicalTensor, Region, RosterBuilder, State, StateKind
+from tests.engine.local import LocalTransport
 from tests.planner.worlds import Case
 
 NO_MOVE = cast(Any, SimpleNamespace(reports=[]))

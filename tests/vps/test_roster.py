@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynatrain_megatron.vps import LogicalTensor, Region, Roster, RosterBuilder, RosterSet
+from tests.planner.worlds import region_of, roster_of
 from tests.vps.strategies import STATES, logical_tensors, mask, regions, rosters
 
 W = LogicalTensor("w", (4, 6), STATES[0])
@@ -38,15 +39,15 @@ def test_slots_keep_what_was_added(fragments: list[tuple[LogicalTensor, Region]]
     assert len(roster) == len(fragments)
     for slot, (tensor, region) in enumerate(fragments):
         assert roster.tensors[int(roster.tensor[slot])] == tensor
-        assert roster.region(slot) == region
+        assert region_of(roster, slot) == region
     # Padding is [0, 1), so that products over all dims are the number of elements.
     volumes = (roster.stop - roster.start).prod(axis=1)
     assert volumes.tolist() == [region.numel for _, region in fragments]
     assert [t.name for t in roster.tensors] == sorted({t.name for t, _ in fragments})
-    assert roster.nbytes == sum(
+    assert RosterSet.merge([roster]).row_bytes.tolist() == [
         int(mask(tensor.shape, region).sum()) * sum(state.item_bytes for state in tensor.states)
         for tensor, region in fragments
-    )
+    ]
 
 
 @settings(max_examples=500, deadline=None)
@@ -107,18 +108,14 @@ def test_a_roster_set_is_its_rosters(data: st.DataObject) -> None:
     assert list(merged.tensors) == sorted(
         {t for part in parts for t in part.tensors}, key=lambda t: t.name
     )
-    rows = iter(range(len(merged.rank)))
+    assert merged.num_rows.tolist() == [len(part) for part in parts]
     for rank, part in enumerate(parts):
+        own = roster_of(merged, rank)
+        assert merged.rows.slot[merged.rows_of(rank)].tolist() == list(range(len(part)))
         for slot in range(len(part)):
-            row = next(rows)
-            tensor = merged.tensors[int(merged.tensor[row])]
-            ndim = len(tensor.shape)
-            assert (int(merged.rank[row]), int(merged.slot[row])) == (rank, slot)
+            tensor = own.tensors[int(own.tensor[slot])]
             assert tensor == part.tensors[int(part.tensor[slot])]
-            assert tuple(merged.start[row, :ndim]) == part.region(slot).start
-            assert tuple(merged.stop[row, :ndim]) == part.region(slot).stop
-            assert merged.numel[row] == part.region(slot).numel
-    assert next(rows, None) is None
+            assert region_of(own, slot) == region_of(part, slot)
     assert merged.element_bytes.tolist() == [t.element_bytes for t in merged.tensors]
 
 
@@ -134,9 +131,9 @@ def test_ranks_may_have_different_tensors_and_dims() -> None:
         [one((B, Region((2,), (4,)))), NOTHING, one((W, Region((1, 0), (2, 6))))]
     )
     assert [t.name for t in merged.tensors] == ["b", "w"]
-    assert merged.rank.tolist() == [0, 2]
-    assert merged.start.tolist() == [[2, 0], [1, 0]]
-    assert merged.stop.tolist() == [[4, 1], [2, 6]]
+    assert merged.num_rows.tolist() == [1, 0, 1]
+    assert merged.rows.start.tolist() == [[2, 0], [1, 0]]
+    assert merged.rows.stop.tolist() == [[4, 1], [2, 6]]
 
 
 def test_ranks_that_disagree_on_a_tensor_are_refused() -> None:
