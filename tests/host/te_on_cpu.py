@@ -23,6 +23,7 @@ def use() -> None:
     """Put the imitations in place, and let the CPU platform have the modules; once a process."""
     import transformer_engine.pytorch as te
     import transformer_engine_torch as kernels
+    from megatron.core.transformer.moe import moe_utils
 
     from dynatrain_megatron.platform import flags
 
@@ -38,9 +39,11 @@ def use() -> None:
         (te.DotProductAttention, _attention),
     ):
         module.forward = forward
+    moe_utils.te_general_gemm = None  # the router does without
     for name, imitation in (
         ("multi_tensor_adam", _adam),
         ("multi_tensor_scale", _scale),
+        ("multi_tensor_scale_tensor", _scale),
         ("multi_tensor_l2norm", _l2norm),
     ):
         _replace(getattr(kernels, name), imitation)
@@ -176,7 +179,7 @@ def _adam(
         param.sub_(update, alpha=lr)
 
 
-def _scale(chunk_size: int, overflow: torch.Tensor, tensors: Tensors, scale: float) -> None:
+def _scale(chunk_size: int, overflow: torch.Tensor, tensors: Tensors, scale: Any) -> None:
     for source, target in zip(*tensors, strict=True):
         target.copy_(source * scale)
 

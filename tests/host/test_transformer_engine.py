@@ -1,7 +1,7 @@
 """Models of Transformer Engine's modules, trained by its Adam: switched, bit for bit.
 
 The package is real, its kernels are imitated (:mod:`.te_on_cpu`). It has to be built for that,
-which takes a quarter of an hour: scripts/setup_te.sh.
+which takes 20 minutes: scripts/setup_te.sh.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
+from dynatrain_megatron.layout import ParallelLayout
 from tests.host import around, oracle, te_on_cpu, tours
+from tests.host.test_attention import LATENT
 from tests.ranks import TINY_LLAMA, run_megatron
 
 pytestmark = [
@@ -48,16 +50,30 @@ CASES = {
         ["dp2", "tp2-sp", "pp2", "tp2", "pp2-vpp2", "dp2"],
     ),
     "grouped experts, bf16": Case(
-        [*TINY_LLAMA, *_EXPERTS, "--bf16"], tours.every_pair(["dp2", "ep2-dp2", "pp2"])
+        [*TINY_LLAMA, *_EXPERTS, "--bf16"], tours.every_pair(["dp2", "dp2-ep2", "pp2"])
+    ),
+    "latent attention, shared experts, multi-token prediction": Case(
+        [
+            *(*LATENT, *_EXPERTS, "--moe-shared-expert-intermediate-size", "64"),
+            *("--mtp-num-layers", "1", "--bf16"),
+        ],
+        ["dp2", "tp2-sp-etp1", "pp2", "tp2-sp-etp2", "dp2-ep2", "dp2-noopt", "dp2"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_switches_are_bit_equal_to_save_and_reshard(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_source", ["always", "never"])
+def test_switches_are_bit_equal_to_save_and_reshard(
+    name: str, keep_source: str, tmp_path: Path
+) -> None:
     case = CASES[name]
-    pairs = oracle.run_tour(2, [*case.flags, *FLAGS], case.tour, tmp_path, inside=te_on_cpu.use)
-    assert pairs == list(pairwise(case.tour))
+    overrides = [f"engine.keep_source={keep_source}"]
+    pairs = oracle.run_tour(
+        2, [*case.flags, *FLAGS], case.tour, tmp_path, overrides=overrides, inside=te_on_cpu.use
+    )
+    tour = [str(ParallelLayout.parse(layout)) for layout in case.tour]
+    assert pairs == list(pairwise(tour))
 
 
 def test_losses_equal_the_run_that_never_switched(tmp_path: Path) -> None:
