@@ -42,6 +42,7 @@ def use() -> None:
     moe_utils.te_general_gemm = None  # the router does without
     for name, imitation in (
         ("multi_tensor_adam", _adam),
+        ("multi_tensor_sgd", _sgd),
         ("multi_tensor_scale", _scale),
         ("multi_tensor_scale_tensor", _scale),
         ("multi_tensor_l2norm", _l2norm),
@@ -177,6 +178,29 @@ def _adam(
         divisor = (second / (1 - beta2**step)).sqrt_().add_(eps)
         update = first / (1 - beta1**step) / divisor + weight_decay * param
         param.sub_(update, alpha=lr)
+
+
+def _sgd(
+    chunk_size: int,
+    overflow: torch.Tensor,
+    tensors: Tensors,
+    weight_decay: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    assert momentum and not (dampening or nesterov or wd_after_momentum) and scale == 1
+    for grad, param, momenta in zip(*tensors, strict=True):
+        step = grad + weight_decay * param
+        if first_run:
+            momenta.copy_(step)
+        else:
+            momenta.mul_(momentum).add_(step)
+        param.sub_(momenta, alpha=lr)
 
 
 def _scale(chunk_size: int, overflow: torch.Tensor, tensors: Tensors, scale: Any) -> None:

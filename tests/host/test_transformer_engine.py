@@ -16,6 +16,7 @@ import pytest
 from dynatrain_megatron.layout import ParallelLayout
 from tests.host import around, oracle, te_on_cpu, tours
 from tests.host.test_attention import LATENT
+from tests.host.test_hybrid import FLAGS as HYBRID
 from tests.ranks import TINY_LLAMA, run_megatron
 
 pytestmark = [
@@ -26,7 +27,8 @@ pytestmark = [
     ),
 ]
 
-FLAGS = [*te_on_cpu.FLAGS, "--use-distributed-optimizer", "--init-method-std", "0.2"]
+FLAGS = [*te_on_cpu.FLAGS, "--init-method-std", "0.2"]
+DISTRIBUTED = ["--use-distributed-optimizer"]
 _EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-router-dtype", "fp32"),
@@ -39,6 +41,7 @@ class Case(NamedTuple):
 
     flags: list[str]
     tour: list[str]
+    optimizer: list[str] = DISTRIBUTED
 
 
 CASES = {
@@ -52,6 +55,15 @@ CASES = {
     "grouped experts, bf16": Case(
         [*TINY_LLAMA, *_EXPERTS, "--bf16"], tours.every_pair(["dp2", "dp2-ep2", "pp2"])
     ),
+    "dense, SGD with momentum": Case(
+        [*TINY_LLAMA, "--bf16"],
+        ["dp2", "tp2", "pp2", "dp2"],
+        ["--optimizer", "sgd", "--sgd-momentum", "0.9", "--lr", "1e-2"],
+    ),
+    "dense, fp16 with a loss scaler": Case(
+        [*TINY_LLAMA, "--fp16", "--initial-loss-scale", "1024"], ["dp2", "tp2", "pp2", "dp2"]
+    ),
+    "hybrid": Case([*HYBRID, "--bf16"], ["pp2", "tp2-sp", "dp2", "pp2-vpp2", "dp2-ep2", "cp2"]),
     "latent attention, shared experts, multi-token prediction": Case(
         [
             *(*LATENT, *_EXPERTS, "--moe-shared-expert-intermediate-size", "64"),
@@ -70,7 +82,12 @@ def test_switches_are_bit_equal_to_save_and_reshard(
     case = CASES[name]
     overrides = [f"engine.keep_source={keep_source}"]
     pairs = oracle.run_tour(
-        2, [*case.flags, *FLAGS], case.tour, tmp_path, overrides=overrides, inside=te_on_cpu.use
+        2,
+        [*case.flags, *FLAGS, *case.optimizer],
+        case.tour,
+        tmp_path,
+        overrides=overrides,
+        inside=te_on_cpu.use,
     )
     tour = [str(ParallelLayout.parse(layout)) for layout in case.tour]
     assert pairs == list(pairwise(tour))
@@ -78,7 +95,7 @@ def test_switches_are_bit_equal_to_save_and_reshard(
 
 def test_losses_equal_the_run_that_never_switched(tmp_path: Path) -> None:
     tour = ["dp2", "tp2", "cp2", "tp2-sp", "pp2"]
-    flags = [*TINY_LLAMA, *FLAGS, "--train-iters", "10"]
+    flags = [*TINY_LLAMA, *FLAGS, *DISTRIBUTED, "--train-iters", "10"]
     flags += ["--data-cache-path", str(tmp_path / "cache")]
     switches = [f"{{iteration: {2 * i}, layout: {to}}}" for i, to in enumerate(tour) if i]
     for name, own in (("static", []), ("switched", [f"schedule=[{', '.join(switches)}]"])):
