@@ -57,7 +57,7 @@ CASES = {
     ),
     "dense, SGD with momentum": Case(
         [*TINY_LLAMA, "--bf16"],
-        ["dp2", "tp2", "pp2", "dp2"],
+        ["dp2-noopt", "tp2-noopt", "pp2-noopt", "dp2-noopt"],
         ["--optimizer", "sgd", "--sgd-momentum", "0.9", "--lr", "1e-2"],
     ),
     "dense, fp16 with a loss scaler": Case(
