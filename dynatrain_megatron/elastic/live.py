@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,19 +58,25 @@ class LiveWorld[T]:
             if group.name() == "nccl":
                 group.abort()
 
-    @property
-    def connects_late(self) -> bool:
-        """Whether some of its groups connect with their first operation."""
-        return any(group.name() in _CONNECT_LATE for group in self.process_groups())
+    def connecting_late(self) -> list[dist.ProcessGroup]:
+        """Groups made for it that connect with their first operation, in the order of making."""
+        made = [group for group in self.process_groups() if group not in self.reused]
+        return [group for group in made if group.name() in _CONNECT_LATE]
 
     def connect(self, device: torch.device, *, timeout_s: float) -> None:
-        """Let those groups connect now, in the order they were made; collective over its processes.
+        """Let those groups connect now; collective over its processes, before it is in force.
 
         Otherwise they take memory, and find a link that fails, when nobody can go back any more.
-        Raises :class:`WorldError` where one does not.
+        Raises :class:`WorldError` where one does not within ``timeout_s``.
         """
-        for group in self.process_groups():
-            connect(group, device, timeout_s=timeout_s)
+        if self.client is not None:  # at which they find each other
+            self.client.set_timeout(timedelta(seconds=timeout_s))
+        try:
+            for group in self.connecting_late():
+                _connect(group, device, timeout_s)
+        finally:
+            if self.client is not None:
+                self.client.set_timeout(timedelta(seconds=self.world.timeout_s))
 
     def process_groups(self) -> list[dist.ProcessGroup]:
         """This process's groups in it, the default one among them."""
@@ -117,16 +124,18 @@ class LiveWorld[T]:
         return len(doomed)
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
-    """Let a group that connects late do so; collective over its processes.
-
-    Raises :class:`WorldError` where it does not.
-    """
-    if group.name() not in _CONNECT_LATE:
-        return
-    told = torch.ones(1, device=device)
+def _connect(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    told, deadline = torch.ones(1, device=device), time.monotonic() + timeout_s
     try:
-        group.allreduce([told]).wait(timedelta(seconds=timeout_s))
+        work = group.allreduce([told])
+        # Not by a wait with a timeout: NCCL's watchdog would end the process for it, later.
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if not work.is_completed():
+            if group.name() == "nccl":
+                group.abort()
+            raise WorldError(f"group {group.group_desc} does not connect within {timeout_s:g} s")
+        work.wait()
     except RuntimeError as error:
         raise WorldError(f"group {group.group_desc} does not connect: {error}") from error
     if float(told) != group.size():  # one that was given up says nothing of it

@@ -129,7 +129,7 @@ class Membership:
         self._store = store
         self._check = check
         if overlap is Overlap.boundary:  # the job makes its part of the groups in many steps
-            wire = replace(wire, agree_s=max(wire.agree_s, timeout_s), connects=True)
+            wire = replace(wire, agree_s=max(wire.agree_s, timeout_s))
         self._wire = wire
         self._run_dir = run_dir
         self._overlap = overlap
@@ -274,12 +274,8 @@ class Membership:
             prepared = prepare(self._job, pending.posted.change, target)
             if self._overlap is not Overlap.off and prepared.needs_building:
                 trains = self._job.built is not None
-                gate, wire = None, self._wire
-                if self._overlap is Overlap.boundary and trains:
-                    gate = Gate()
-                elif self._overlap is Overlap.boundary:  # the others train between two groups
-                    wire = replace(wire, connect_s=max(wire.connect_s, self._timeout_s))
-                pending.building = start_building(prepared, self._store, wire, gate)
+                gate = Gate() if self._overlap is Overlap.boundary and trains else None
+                pending.building = start_building(prepared, self._store, self._wire, gate)
                 pending.gate = gate
             pending.prepared = prepared
         except WorldError:  # an earlier build has not ended yet: again at the next boundary
@@ -385,9 +381,11 @@ class Membership:
             else:
                 self.prepare(pending)
                 if isinstance(self.board.boundary(pending.number), int):
-                    if self.board.has_stopped(pending.number, timeout_s=_TICK_S):
+                    if self.board.has_stopped(pending.number):
                         return pending
-                    continue
+                    attempt = Attempt(self._store, pending.posted.change, self.uid)
+                    if attempt.is_aborted:  # by those who never told it to come
+                        self.give_up(pending)
             time.sleep(_TICK_S / 2)
 
     def _see_that_the_job_lives(self, beats: Beats) -> None:

@@ -164,16 +164,9 @@ class Board:
         with store_errors("those that join could not be told to come"):
             self._store.here().set(_key(number, "stopped"), "")
 
-    def has_stopped(self, number: int, *, timeout_s: float) -> bool:
-        """Whether it does; waits so long for it."""
-        import torch.distributed as dist
-
-        with store_errors("whether the job stands still cannot be known"):
-            try:
-                self._store.here().wait([_key(number, "stopped")], timedelta(seconds=timeout_s))
-            except dist.DistStoreError:
-                return False
-        return True
+    def has_stopped(self, number: int) -> bool:
+        """Whether it does."""
+        return self._has(number, "stopped")
 
     def begins(self, number: int) -> int | str | None:
         """As :meth:`boundary`, of where groups begin to be made; where it stops, if not before."""

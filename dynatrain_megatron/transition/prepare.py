@@ -16,13 +16,11 @@ import socket
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from dynatrain_megatron.adapters import arguments, groups
 from dynatrain_megatron.adapters.built import BuiltKey
@@ -30,7 +28,7 @@ from dynatrain_megatron.adapters.groups import Groups, WantedGroups
 from dynatrain_megatron.adapters.job import Bridge, Job
 from dynatrain_megatron.config import EngineTransport
 from dynatrain_megatron.elastic import build as worlds
-from dynatrain_megatron.elastic import building, live, records
+from dynatrain_megatron.elastic import building, records
 from dynatrain_megatron.elastic.building import Building
 from dynatrain_megatron.elastic.change import Change
 from dynatrain_megatron.elastic.connections import Appearing, Connections, Ends
@@ -53,8 +51,7 @@ _RINGS_SHARE = 4  # the part of staging memory that a transport may hold is one 
 @dataclass(frozen=True, slots=True)
 class Wire:
     """How worlds are built: ``timeout_s`` bounds a transfer's waits, ``connect_s`` those of
-    building, but for the last of these, until all processes have built theirs: ``agree_s``. With
-    ``connects`` groups that would connect with their first operation do so as they are made.
+    building, but for the last of these, until all processes have built theirs: ``agree_s``.
     """
 
     transport: EngineTransport
@@ -62,7 +59,6 @@ class Wire:
     timeout_s: float
     connect_s: float = 30.0
     agree_s: float = 45.0
-    connects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +162,7 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
             world = worlds.build(
                 change.world(prepared.backend, prepared.timeout_s),
                 store.address,
-                partial(_make_each, prepared.wanted, wait, done, wire),
+                partial(_make_each, prepared.wanted, wait, done),
                 known=all_held(donor.held for donor in prepared.donors),
                 timeout_s=wire.connect_s,
                 agree_s=wire.agree_s,
@@ -189,11 +185,7 @@ def build(prepared: Prepared, store: JobStore, wire: Wire, gate: Gate | None = N
 
 
 def _make_each(
-    wanted: WantedGroups,
-    wait: Callable[[], None],
-    done: Callable[[], None],
-    wire: Wire,
-    maker: GroupMaker,
+    wanted: WantedGroups, wait: Callable[[], None], done: Callable[[], None], maker: GroupMaker
 ) -> Groups:
     """Make all groups; ``wait`` before each few, the same on all ranks, and say when ``done``."""
     since: Counter[int] = Counter()
@@ -204,10 +196,7 @@ def _make_each(
             wait()
             since.clear()
         since.update(ranks)
-        group = maker(**call)
-        if wire.connects and isinstance(group, dist.ProcessGroup):
-            live.connect(group, current_platform().device, timeout_s=wire.connect_s)
-        return group
+        return maker(**call)
 
     made = wanted.make(create)
     done()
@@ -265,6 +254,8 @@ def make_bridge(change: Change, store: JobStore, wire: Wire, backend: str) -> Br
             own = json.dumps([socket.gethostname(), links.near_gb_s, links.rails_gb_s]).encode()
             rows = transport.all_gather(own, timeout_s=wire.timeout_s)
     except BaseException:
+        with suppress(RuntimeError):
+            world.give_up()
         world.end()
         raise
     hosts, near, rails = zip(*map(json.loads, rows), strict=True)

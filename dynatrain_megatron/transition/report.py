@@ -114,16 +114,16 @@ def fill_in(
     peak: Peak,
     rebuilt: int,
     size: int,
-    came: bool,
+    knows: bool,
     gather: Callable[[bytes], list[bytes]],
 ) -> None:
     """Add the figures of all ranks: seconds are the slowest rank's, bytes those really carried.
 
-    ``gather`` gives everyone's figures for this rank's, ``size`` is how many there are. A process
-    that ``came`` with the switch waited in its first phases for the last step of the others, who
-    say how long those really took.
+    ``gather`` gives everyone's figures for this rank's, ``size`` is how many there are. How long
+    the first phases took is said by who ``knows``: a process that joins waits in them for the last
+    step of the others, and one that leaves for groups to connect that are none of its own.
     """
-    first = {phase: 0.0 if came else report.seconds[phase] for phase in _BEFORE_ALL_ARE_THERE}
+    first = {phase: report.seconds[phase] if knows else 0.0 for phase in _BEFORE_ALL_ARE_THERE}
     own: dict[str, Any] = {
         **transfer_seconds(move),
         **first,

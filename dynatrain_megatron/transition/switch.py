@@ -246,7 +246,10 @@ def _give_up(run: _Switch, attempt: Attempt, reason: str) -> str:
     with contextlib.suppress(WorldError):
         reason = attempt.abort(reason)
     for world in job.at_stake:
-        world.give_up()
+        try:
+            world.give_up()
+        except RuntimeError:
+            logger.warning("groups of a world could not be given up", exc_info=True)
     with contextlib.suppress(WorldError):
         attempt.say_finished(0 if moved is None else moved.finished)
     run.restore_host()
@@ -329,7 +332,7 @@ class _Switch:
         """Let new groups of the target connect that have not; collective over its processes."""
         assert self.worlds is not None
         world = self.worlds.world
-        if world is not None and world.connects_late:
+        if world is not None and world.connecting_late():
             with self.phase("groups", "process groups connected"):
                 current_platform().empty_cache()  # of which their buffers are no part
                 with whereabouts.waiting("process groups to connect"):
@@ -531,8 +534,9 @@ class _Switch:
             if change.leavers and ready is not None:
                 self.attempt.say_done()
             size = self.bridge.transport.size
-            came = process_uid() in change.joiners
-            fill_in(report, planned.plan, move, peak, rebuilt, size, came, self._last_word)
+            stay = set(change.source) & set(change.target)
+            knows = process_uid() in (stay or set(change.source))
+            fill_in(report, planned.plan, move, peak, rebuilt, size, knows, self._last_word)
             if ready is not None and change.source != change.target:
                 writers.follow(job.args, self.run_id)  # all others have closed theirs by now
             if change.leavers:

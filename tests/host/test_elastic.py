@@ -350,7 +350,7 @@ def test_a_policy_follows_who_comes_and_who_goes(
 ) -> None:
     """Nobody asks for anything: one more process is taken in, one told to go is let go.
 
-    Groups are made a few at each boundary, and connected, as NCCL's have to be.
+    Groups are made a few at each boundary, and connected before the vote, as NCCL's have to be.
     """
     monkeypatch.setattr(live, "_CONNECT_LATE", ("gloo",))
 
@@ -366,7 +366,8 @@ def test_a_policy_follows_who_comes_and_who_goes(
     overrides = [policy, "elastic.overlap=boundary", *saves]
     flags = [*FLAGS, "--save", str(tmp_path / "saved"), "--save-interval", "1000"]
     codes, _ = run_elastic(2, 1, flags, overrides, tmp_path / "run", drive)
-    assert "a few at each boundary" in (tmp_path / "run" / "rank0.log").read_text()
+    told = (tmp_path / "run" / "rank0.log").read_text()
+    assert "a few at each boundary" in told and "process groups connected" in told
     assert codes == [0] * 3
     events = around.events(tmp_path / "run")
     assert [(event["ok"], event["origin"], event["world"]) for event in events] == [
