@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Transformer Engine for the tests of tests/host/test_transformer_engine.py, on a machine without a
 # GPU or CUDA: PyPI has its library, and its torch extension is compiled here from PyPI's source
-# with the headers of NVIDIA's wheels. Takes about 20 minutes on two cores, and 2 GB.
+# with the headers of NVIDIA's wheels. Takes 10 to 20 minutes on two cores, and 2 GB.
 #
 #     scripts/setup_te.sh FOLDER      # a virtual environment that sees .venv's packages
 #     FOLDER/bin/python -m pytest tests/host/test_transformer_engine.py

@@ -1,7 +1,7 @@
 """Models of Transformer Engine's modules, trained by its Adam: switched, bit for bit.
 
 The package is real, its kernels are imitated (:mod:`.te_on_cpu`). It has to be built for that,
-which takes 20 minutes: scripts/setup_te.sh.
+which takes 10 to 20 minutes: scripts/setup_te.sh.
 """
 
 from __future__ import annotations
