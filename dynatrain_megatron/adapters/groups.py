@@ -67,10 +67,16 @@ def options(args: Namespace) -> dict[str, object]:
         "distributed_timeout_minutes": args.distributed_timeout_minutes,
         "nccl_communicator_config_path": args.nccl_communicator_config_path,
         "order": rank_order(args),
-        "create_gloo_process_groups": args.use_gloo_process_groups,
+        "create_gloo_process_groups": _uses_gloo(args),
         "high_priority_stream_groups": args.high_priority_stream_groups,
         "sharp_enabled_group": args.sharp_enabled_group,
     }
+
+
+def _uses_gloo(args: Namespace) -> bool:
+    if "use_gloo_process_groups" in args:
+        return bool(args.use_gloo_process_groups)
+    return bool(args.enable_gloo_process_groups)  # as Megatron 0.16 has it
 
 
 CreateGroup = Callable[..., dist.ProcessGroup | int]
