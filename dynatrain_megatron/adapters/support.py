@@ -138,8 +138,7 @@ OPTIONS: tuple[Option, ...] = (
     _carried(
         "asynchronous saves",
         "--async-save",
-        "finished before the switch begins; Megatron 0.19 saves "
-        "so with a persistent checkpoint worker only",
+        "finished before the switch begins (Megatron 0.19 saves so with a persistent worker only)",
     ),
     _carried("exit at an iteration", "--exit-interval", "the iteration goes on"),
     _carried("exit after a time", "--exit-duration-in-mins", "the clock of the process goes on"),
@@ -287,24 +286,16 @@ def check_supported(args: Namespace, source: ParallelLayout, target: ParallelLay
             "checkpoints fail there too",
             "run with --untie-embeddings-and-output-weights, or keep pp at 1",
         )
-    _check_interleaved(args, source, target)
+    size = getattr(args, "moe_mlp_glu_interleave_size", None)
+    if size is not None and source.expert_tp != target.expert_tp:
+        raise SwitchRefused(
+            f"--moe-mlp-glu-interleave-size {size} mixes the rows of gated projections, which "
+            "Megatron describes as halves, so that they cannot be cut anew: "
+            f"etp={source.expert_tp} -> etp={target.expert_tp}",
+            f"keep etp at {source.expert_tp}, or run without --moe-mlp-glu-interleave-size",
+        )
     if target.cp > 1 and args.transformer_impl == "local":
         _check_local_attention(args, source, target)
-
-
-def _check_interleaved(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:
-    """Gate and linear part in alternating blocks of rows, which Megatron describes as halves."""
-    for name, before, after in (
-        ("moe_mlp_glu_interleave_size", source.expert_tp, target.expert_tp),
-        ("moe_shared_expert_glu_interleave_size", source.tp, target.tp),
-    ):
-        size = getattr(args, name, None)  # the second one is of Megatron 0.19
-        if size is not None and before != after:
-            raise SwitchRefused(
-                f"--{name.replace('_', '-')} {size} mixes the rows of gated projections, which "
-                f"cannot be cut anew: they are cut in {before} now and would be in {after}",
-                "keep the tensor parallelism of these experts (etp: ...), or run without the flag",
-            )
 
 
 def _check_local_attention(args: Namespace, source: ParallelLayout, target: ParallelLayout) -> None:

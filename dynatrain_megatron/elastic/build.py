@@ -19,7 +19,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -83,15 +82,14 @@ def build[T](
     known: HeldGroups | None = None,
     timeout_s: float = 30.0,
     agree_s: float,
-    device: torch.device | None = None,
 ) -> LiveWorld[T]:
     """Collective over the world's processes: make it, on all of them or on none.
 
     Runs in any thread; the world in force stays in force for the others. ``make_groups`` is called
     with the new world in force for this thread, and gets a :class:`GroupMaker`. ``known`` are
-    groups of other worlds to take over, as :mod:`.groups` says. ``device`` lets NCCL connect at
-    once. Each wait is bounded by ``timeout_s``, but the last one, until all have made theirs, by
-    ``agree_s``, which is longer: others may have come later, and know better what they wait for.
+    groups of other worlds to take over, as :mod:`.groups` says. Each wait is bounded by
+    ``timeout_s``, but the last one, until all have made theirs, by ``agree_s``, which is longer:
+    others may have come later, and know better what they wait for.
 
     Raises :class:`WorldError` where a process fails or stays away, with the first reason given;
     nothing is left then but the id, which is spent.
@@ -109,7 +107,7 @@ def build[T](
     cause: BaseException | None = None
     try:
         with records.entered(record), records.excepthook_kept():
-            maker.default(store, device)
+            maker.default(store)
             live.groups = make_groups(maker)
             maker.meet()
         verdict = ballot.built(agree_s)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -40,7 +39,7 @@ class GroupMaker:
         self._seen = Counter[GroupKey]()
         self._num_asked = 0
 
-    def default(self, store: Store, device: torch.device | None) -> None:
+    def default(self, store: Store) -> None:
         """The world's own group; one that is made here has carried a barrier then."""
         ranks = range(self._world.size)
         key = self._next_key(ranks, self._world.backend, None, None)
@@ -55,7 +54,6 @@ class GroupMaker:
             rank=self._world.rank,
             world_size=self._world.size,
             timeout=self._timeout,
-            device_id=device,
         )
         group = self._record.default_pg
         assert group is not None

@@ -76,5 +76,5 @@ class Platform(ABC):
         return DeviceLinks()
 
     def in_thread[T](self, make: Callable[[], T]) -> Callable[[], T]:
-        """``make`` for another thread: with what torch keeps for each; here nothing is."""
+        """``make``, for another thread to run on this one's device; here there is one only."""
         return make

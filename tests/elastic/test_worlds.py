@@ -295,7 +295,7 @@ def test_groups_that_connect_late_do_when_they_are_asked_to(
 
     def worker(number: int) -> str:
         p = Process(store, number, 2)
-        build_it = p.start("late", [0, 1], lambda maker: [maker(), maker([number])])
+        build_it = p.start("late", [0, 1], lambda maker: [maker(), maker([0]), maker([1])])
         new = build_it.result(timeout_s=20)
         assert len(new.connecting_late()) == 3  # its own among them
         new.install()

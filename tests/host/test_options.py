@@ -138,7 +138,7 @@ def test_what_is_mixed_or_kept_by_groups_is_refused_where_it_is_in_use() -> None
     assert kept.startswith("--moe-flex-dispatcher-backend deepep is not supported in a switch")
     for told in (by_tp, by_etp):
         assert told.startswith("--moe-mlp-glu-interleave-size 32 mixes the rows")
-        assert "cut in 1 now and would be in 2" in told
+        assert "etp=1 -> etp=2" in told and "keep etp at 1" in told
 
 
 @pytest.mark.host
