@@ -1,6 +1,6 @@
 """What it costs a job that its processes come and go, on real Megatron jobs of CPU ranks.
 
-    python benchmarks/elastic.py                    # all parts, about a quarter of an hour
+    python benchmarks/elastic.py                    # all parts, about twenty minutes
     python benchmarks/elastic.py --quick            # small models, under two minutes
     python benchmarks/elastic.py --parts worlds hooks
 
@@ -108,7 +108,7 @@ class Size:
     growths: Sequence[Growth]
     small: Shape
     large: Shape
-    steps_before: int  # the processes that join are started
+    steps_before: int  # those after which the processes that join are started
     period: int
     periods: int
     rounds: int
